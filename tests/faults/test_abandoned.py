@@ -143,3 +143,19 @@ def test_two_passes_are_whole_and_the_state_is_the_newer_ones(rng):
     older.close()
     assert second + numbers(newer) == ALL
     assert first == ALL[: len(first)]
+
+
+@pytest.mark.parametrize("how", ["exhaust", "break", "raise"])
+def test_loader_dropped_without_a_look_for_garbage_leaves_no_workers(how, rng):
+    before = children()
+    gc.disable()
+    try:
+        for kind in KINDS:
+            loader = loader_of(
+                kind, LENGTH, workers=2, settings={"persistent_workers": True}
+            )
+            leave(loader, 2 * STEPS if how == "exhaust" else 2, how)
+            del loader
+            assert waited_for(lambda: children() - before, HANG) == set()
+    finally:
+        gc.enable()
