@@ -464,10 +464,11 @@ def test_steps_in_messages_are_those_of_the_epoch():
 
     terms = AgreementConfig(first_step=70, timeout=1.5)
     first, second = pair()
-    second.open(terms).announce()  # and then nothing
+    second.open(terms).announce()
+    second.open(AgreementConfig(label={"call": "certificate()"}))
     (error,) = together(lambda: iterate(first.open(terms)))
     assert "to reach step 71 of" in str(error)
-    assert "global rank 1 read up to step 71" in str(error)
+    assert "global rank 1 read up to step 71, then began certificate()" in str(error)
 
 
 def test_single_rank_has_nobody_to_compare_with():
