@@ -259,7 +259,12 @@ class UserBatches(IndexBatches):
 
     def _check_size(self, batch: list[Any], step: int) -> None:
         try:
-            check_batch_size(len(batch), self.num_data_ranks, self.accumulation)
+            check_batch_size(
+                len(batch),
+                self.num_data_ranks,
+                self.accumulation,
+                hint="Only the last batch of an epoch may be short.",
+            )
         except ValueError as error:
             raise type(error)(
                 f"step {step} of the batch_sampler {self._name}: {error}"
