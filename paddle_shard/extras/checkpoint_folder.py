@@ -139,8 +139,8 @@ class CheckpointFolder:
         unseen = files.items() - sizes_in(directory).items()
         if unseen:
             raise CheckpointError(
-                f"global rank 0 does not see {sorted(unseen)} as other ranks have written them. All hosts must see the "
-                "same folder."
+                f"global rank 0 does not see in {directory} what other ranks have written: {sorted(unseen)}. All ranks "
+                "must give the same folder, on a file system that their hosts share."
             )
         self.check_fence()
         # Under another name first: a crash leaves a whole manifest or none.

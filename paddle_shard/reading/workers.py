@@ -101,6 +101,8 @@ class WorkerPool:
         # First, as a signal handler may raise in the constructor, and then `__del__` needs them.
         self._workers: list[Any] = []
         self._channels: list[Channel] = []
+        self._process = os.getpid()
+        """The process that started them."""
         self.persistent = bool(settings._persistent_workers)
         self.num_workers: int = num_workers or settings.num_workers
         # With threads one more, which they begin while the batch before is handed over.
@@ -129,8 +131,9 @@ class WorkerPool:
         if self._workers:
             return
         seed = new_worker_seed()
-        if os.getpid() not in _processes:
-            _processes.add(os.getpid())
+        self._process = os.getpid()
+        if self._process not in _processes:
+            _processes.add(self._process)
             multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)
         try:
             with forks.between_batches(), signals_held():
@@ -195,8 +198,10 @@ class WorkerPool:
         self._channels = []
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # else the interpreter has ended the workers already
-            self.shut_down()
+        # The interpreter ends workers before. A forked child may collect garbage before it forgets its parent's.
+        if not ending() and self._process == os.getpid():
+            with signals_held():  # what a handler raises here is lost
+                self.shut_down()
 
     def leave_to_the_parent(self) -> None:
         """Forget the workers in a forked child: they are the parent's, and only the parent may hold their channels."""

@@ -215,7 +215,7 @@ def test_sizes_that_cannot_be_are_refused_by_name(wrong):
     says=st.booleans(),
     skip=st.integers(0, 25),
 )
-def test_in_rounds_tells_the_round_of_each_sample(parts, says, skip):
+def test_stage_in_rounds_numbers_the_round_of_each_sample(parts, says, skip):
     found = [
         list(islice(items, 15))
         for items in in_rounds(Parts(parts, says), opening(len(parts), skip=skip), None)

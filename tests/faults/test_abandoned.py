@@ -48,7 +48,7 @@ def leave(loader, steps, how):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_left_at_any_step_is_gone_on_with_where_it_was_left(workers, rng):
+def test_epoch_left_at_any_step_resumes_there(workers, rng):
     before = children()
     for steps in sorted({0, 1, STEPS, *rng.sample(range(2, STEPS), draws(STEPS - 2))}):
         kind, how = (
@@ -98,7 +98,7 @@ def test_loaders_that_are_read_by_turns_do_not_meet(rng):
     assert found == [ALL] * 3
 
 
-def test_what_befalls_one_loader_does_not_befall_another(rng):
+def test_loaders_do_not_share_failures(rng):
     bad = rng.randrange(LENGTH)
 
     def fault(number):
@@ -132,7 +132,7 @@ def test_what_befalls_one_loader_does_not_befall_another(rng):
     assert read + numbers(other) == ALL
 
 
-def test_both_of_two_passes_over_one_loader_are_whole_and_the_state_is_the_newers(rng):
+def test_two_passes_are_whole_and_the_state_is_the_newer_ones(rng):
     loader = loader_of(
         rng.choice(KINDS), LENGTH, workers=rng.randrange(3), **drawn_options(rng)
     )
@@ -143,3 +143,19 @@ def test_both_of_two_passes_over_one_loader_are_whole_and_the_state_is_the_newer
     older.close()
     assert second + numbers(newer) == ALL
     assert first == ALL[: len(first)]
+
+
+@pytest.mark.parametrize("how", ["exhaust", "break", "raise"])
+def test_loader_dropped_without_a_look_for_garbage_leaves_no_workers(how, rng):
+    before = children()
+    gc.disable()
+    try:
+        for kind in KINDS:
+            loader = loader_of(
+                kind, LENGTH, workers=2, settings={"persistent_workers": True}
+            )
+            leave(loader, 2 * STEPS if how == "exhaust" else 2, how)
+            del loader
+            assert waited_for(lambda: children() - before, HANG) == set()
+    finally:
+        gc.enable()

@@ -16,7 +16,7 @@ ALL = list(range(LENGTH))
 
 
 @pytest.mark.parametrize("kind", ["map", "cut"])
-def test_a_loader_serves_in_a_fork_as_in_its_parent_before_use_and_after(kind, rng):
+def test_loader_serves_in_a_fork_as_in_its_parent(kind, rng):
     for persistent in (False, True):
         workers, steps = rng.choice([0, 1, 2]), rng.randrange(1, 12)
         settings = {"persistent_workers": persistent and workers > 0}
@@ -36,7 +36,7 @@ def test_a_loader_serves_in_a_fork_as_in_its_parent_before_use_and_after(kind, r
 # What follows is tried in a child and its own fork, as it may hang both.
 
 
-def test_a_loader_with_persistent_workers_serves_in_a_fork_after_an_epoch_too():
+def test_loader_with_persistent_workers_serves_in_a_fork():
     def parent():
         loader = loader_of(
             "map", LENGTH, workers=2, settings={"persistent_workers": True}
@@ -53,7 +53,7 @@ def test_a_loader_with_persistent_workers_serves_in_a_fork_after_an_epoch_too():
 
 
 @pytest.mark.parametrize("how", ["close", "delete"])
-def test_what_a_fork_does_with_an_iterator_of_its_parent_does_not_end_the_parents(how):
+def test_iterator_outlives_what_a_fork_does_with_it(how):
     def parent():
         held = [iter(loader_of("map", LENGTH, workers=2))]
         read, *_ = read_until(held[0], steps=2)
@@ -70,7 +70,7 @@ def test_what_a_fork_does_with_an_iterator_of_its_parent_does_not_end_the_parent
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
-def test_reading_an_iterator_of_the_parent_on_in_a_fork_is_an_error(kind):
+def test_iterator_of_the_parent_is_an_error_in_a_fork(kind):
     def parent():
         batches = iter(loader_of(kind, LENGTH, workers=2))
         read, *_ = read_until(batches, steps=2)
@@ -80,7 +80,7 @@ def test_reading_an_iterator_of_the_parent_on_in_a_fork_is_an_error(kind):
     assert in_a_fork(parent, 2 * HANG) == [ALL, True]
 
 
-def test_a_fork_drops_an_iterator_of_its_parent_whatever_locks_were_held_when_it_was_made():
+def test_fork_drops_the_parents_iterator_despite_held_locks():
     def parent():
         batches, lock = iter(loader_of("map", LENGTH, prefetch=0)), threading.Lock()
         next(batches)
@@ -95,7 +95,7 @@ def test_a_fork_drops_an_iterator_of_its_parent_whatever_locks_were_held_when_it
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_fork_while_batches_are_prefetched_serves_and_disturbs_nothing(workers, rng):
+def test_fork_during_prefetching_serves_and_disturbs_nothing(workers, rng):
     loader = loader_of("map", LENGTH, workers=workers, prefetch=rng.randint(1, 4))
     batches = iter(loader)
     read, *_ = read_until(batches, steps=rng.randrange(1, 10))

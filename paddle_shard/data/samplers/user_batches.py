@@ -263,7 +263,12 @@ class UserBatches(IndexBatches):
         drops_itself = getattr(self.batch_sampler, "drop_last", False)
         if not is_last or (self.tail.drops and drops_itself and not self.consecutive):
             try:
-                check_batch_size(num_samples, self.num_data_ranks, self.accumulation)
+                check_batch_size(
+                    num_samples,
+                    self.num_data_ranks,
+                    self.accumulation,
+                    hint="Only the last batch of an epoch may be short.",
+                )
             except BatchSizeError as error:
                 raise BatchSizeError(
                     f"step {step} of the batch_sampler {self._name}: {error}"
