@@ -233,6 +233,10 @@ class ExternalSource(PartsSource):
         # Building may use the generators, for instance for the order of a shuffle.
         opening.rng.seed(opening.key(part, "source"))
         loader = self._loader.build(options)
+        if not hasattr(loader, "__iter__"):
+            raise ArgumentError(
+                f"{name}: build returned {type(loader).__name__}, which cannot be iterated."
+            )
         batches = opening.seeded(iter(loader), part, state["at"])
         if save is None:
             yield from batches
