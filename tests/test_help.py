@@ -48,7 +48,7 @@ METHODS = dict(methods())
 
 
 @pytest.mark.parametrize("method", list(METHODS.values()), ids=list(METHODS))
-def test_every_public_method_says_what_it_takes(method):
+def test_help_of_public_methods_names_their_arguments(method):
     text = inspect.getdoc(method) or ""
     takes = [
         name
@@ -78,7 +78,7 @@ def test_signature_of_shard_dataloader_has_types():
     assert "Literal['pad'" in parameters["tail"].annotation
 
 
-def test_every_stage_of_a_stream_is_shown_by_an_example():
+def test_help_of_stream_stages_has_examples():
     for name, method in METHODS.items():
         if (
             inspect.signature(method).return_annotation in ("Stream", "Self")
@@ -122,7 +122,7 @@ def test_file_streams_have_the_defaults_of_their_sources(method, source):
     }
 
 
-def test_a_stream_shows_its_methods_and_nothing_of_how_it_is_read():
+def test_help_of_a_stream_shows_its_public_methods_only():
     public = {name for name in dir(Stream) if not name.startswith("_")} - set(
         dir(paddle.io.IterableDataset)
     )
@@ -144,7 +144,7 @@ def test_a_stream_shows_its_methods_and_nothing_of_how_it_is_read():
     assert not [name for name in vars(Stream.of([1])) if not name.startswith("_")]
 
 
-def test_what_a_user_holds_says_what_it_is(tmp_path):
+def test_repr_of_public_objects_says_what_they_are(tmp_path):
     (tmp_path / "a.txt").write_text("1\n2\n")
     stream = Stream.lines(tmp_path / "a.txt").map(int).shuffle(4)
     assert repr(stream) == "Stream(ShardSource of 1 shards > Map > Shuffle)"
@@ -174,7 +174,7 @@ class Numbers(paddle.io.Dataset):
         return np.array(index)
 
 
-def test_what_tests_need_is_where_the_readme_says():
+def test_test_extra_is_where_the_readme_says():
     from paddle_shard import testing
     from paddle_shard.testing.simulated import on_each_rank
 
@@ -182,7 +182,7 @@ def test_what_tests_need_is_where_the_readme_says():
     assert all(callable(getattr(testing, name)) for name in testing.__all__)
 
 
-def test_every_error_is_documented():
+def test_errors_are_documented():
     for name, value in vars(paddle_shard.errors).items():
         if isinstance(value, type) and issubclass(value, PaddleShardError):
             assert value.__doc__, name

@@ -112,12 +112,12 @@ def circles(package):
         found = kept
 
 
-def test_no_file_is_in_a_circle_of_imports():
+def test_imports_have_no_cycle():
     assert circles(PACKAGE) == []
 
 
 @pytest.mark.parametrize("through", [["b"], ["b", "c"]])
-def test_a_planted_circle_is_seen(through, tmp_path):
+def test_planted_circle_is_seen(through, tmp_path):
     package = tmp_path / "paddle_shard"
     package.mkdir()
     (package / "__init__.py").write_text("from paddle_shard.a import A\n")
@@ -182,11 +182,11 @@ def impurities(package):
     ]
 
 
-def test_the_agreement_is_pure():
+def test_agreement_is_pure():
     assert impurities(PACKAGE) == []
 
 
-def test_a_planted_impurity_is_seen(tmp_path):
+def test_planted_impurity_is_seen(tmp_path):
     (tmp_path / "ranks").mkdir()
     for file in AGREEMENT:
         (tmp_path / "ranks" / f"{file}.py").write_text(
@@ -196,7 +196,7 @@ def test_a_planted_impurity_is_seen(tmp_path):
     assert impurities(tmp_path) == ["protocol.py: imports time"]
 
 
-def test_every_room_keeps_to_its_floor():
+def test_rooms_import_only_downwards():
     assert violations(PACKAGE) == []
 
 
@@ -212,7 +212,7 @@ def test_every_room_keeps_to_its_floor():
         ("newroom/file.py", "import os"),
     ],
 )
-def test_a_planted_violation_is_found(file, text, tmp_path):
+def test_planted_violation_is_found(file, text, tmp_path):
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
@@ -238,7 +238,7 @@ def test_importing_it_loads_numpy_only():
     }
 
 
-def test_a_planted_import_of_paddle_is_seen(tmp_path):
+def test_planted_import_of_paddle_is_seen(tmp_path):
     for path in PACKAGE.rglob("*.py"):
         copy = tmp_path / "paddle_shard" / path.relative_to(PACKAGE)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -250,7 +250,7 @@ def test_a_planted_import_of_paddle_is_seen(tmp_path):
     assert "paddle" in loaded_by(tmp_path)
 
 
-def test_public_names_load_on_first_use_and_unknown_ones_do_not_exist():
+def test_public_names_load_on_first_use_and_others_are_unknown():
     assert callable(paddle_shard.shard_dataloader)
     assert set(dir(paddle_shard)) >= {
         "ShardPlan",
@@ -263,7 +263,7 @@ def test_public_names_load_on_first_use_and_unknown_ones_do_not_exist():
 
 
 @pytest.mark.parametrize("folder", ["demos", "benchmarks", "launch"])
-def test_what_demos_import_of_the_package_is_there(folder):
+def test_demos_import_names_that_exist(folder):
     """Some of them run in environments of their own only, and so not in each run of the tests."""
     missing = []
     for path in (PACKAGE.parent / folder).rglob("*.py"):

@@ -37,7 +37,7 @@ def run(code):
     )
 
 
-def test_a_plan_works_without_what_only_linux_has():
+def test_plan_works_without_what_only_linux_has():
     plan = "plan = paddle_shard.ShardPlan(num_samples=10, batch_size=4, num_data_ranks=2)\n"
     done = run(plan + "print(plan.num_steps, paddle_shard.ArrayDataset.__name__)")
 
@@ -47,7 +47,7 @@ def test_a_plan_works_without_what_only_linux_has():
 @pytest.mark.parametrize(
     "name", ["shard_dataloader", "Stream", "BucketBatchSampler", "patch_paddle"]
 )
-def test_a_loader_says_that_it_needs_linux(name):
+def test_loader_says_that_it_needs_linux(name):
     done = run(f"paddle_shard.{name}")
 
     assert done.stderr.splitlines()[-1].startswith(

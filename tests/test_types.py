@@ -25,7 +25,7 @@ for key in shard_dataloader(stream, None, shard_dims="dp").state_dict():
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_public_names_have_their_types_and_a_misspelt_argument_is_an_error(tmp_path):
+def test_public_names_are_typed(tmp_path):
     script = tmp_path / "script.py"
     shown = "".join(
         f"reveal_type(paddle_shard.{name})\n" for name in paddle_shard.__all__

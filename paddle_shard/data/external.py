@@ -334,19 +334,15 @@ class IterableSource(Stage):
                 yield items[number]
             return
         rng.seed(key)
-        if self.once:
-            yield from opening.seeded(self._begin_once(), 0)
-            return
-        dataset = copy_for_reading(self._iterable)
-        set_epoch_of(dataset, opening)
-        yield from opening.seeded(self._begin(dataset), 0)
-
-    def _begin_once(self) -> Samples:
-        if self._is_used:
+        dataset = self._iterable
+        if not self.once:
+            dataset = copy_for_reading(dataset)
+            set_epoch_of(dataset, opening)
+        elif self._is_used:
             raise ArgumentError(
-                f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give the "
+                f"this {type(dataset).__name__} has been read already, and can be read only once. Give the "
                 "function that makes it, without calling it, so that each epoch begins again. (Describing the inputs "
                 "to dist.to_static begins to read it: load a state, or set the epoch, before.)"
             )
         self._is_used = True
-        return iterate(self._iterable)
+        yield from opening.seeded(self._begin(dataset), 0)

@@ -64,11 +64,5 @@ class TorchGenerator:
 
 def generators_of() -> tuple[Generator, ...]:
     """Return the generators that are seeded: numpy's, Python's and Paddle's, and torch's where it is imported."""
-    generators: list[Generator] = [
-        NumpyGenerator(),
-        PythonGenerator(),
-        PaddleGenerator(),
-    ]
-    if "torch" in sys.modules:
-        generators.append(TorchGenerator())
-    return tuple(generators)
+    of_torch = [TorchGenerator()] if "torch" in sys.modules else []
+    return NumpyGenerator(), PythonGenerator(), PaddleGenerator(), *of_torch

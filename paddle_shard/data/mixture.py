@@ -19,7 +19,7 @@ from paddle_shard.plan.mixture import (
     is_sample_id,
     source_and_index,
 )
-from paddle_shard.plan.order import Ordering
+from paddle_shard.plan.order import Fingerprint, Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
 from paddle_shard.plan.weights import num_positions_to_read, schedule_of, shares_of
 
@@ -73,7 +73,7 @@ class Mixture:
             ArgumentError: A source is empty, the weights do not fit the sources, or `num_samples` is missing.
         """
         check_mixture("Mixture", sources, stop)
-        self.sources: dict[str, Any] = dict(sources)
+        self.sources = dict(sources)
         """The data sets, by name."""
         self._names = tuple(sources)
         self._lengths = lengths = tuple(
@@ -120,10 +120,18 @@ class Mixture:
         Args:
             index: What `__getitem__` takes.
         """
-        source, number = self.locate(index)
+        index = int(index)
+        if not is_sample_id(index):
+            if not -self._num_samples <= index < self._num_samples:
+                raise IndexError(
+                    f"index {index} is out of range for a mixture with {self._num_samples} samples"
+                )
+            position = np.array([index % self._num_samples], np.int64)
+            index = int(self._first_epoch(position)[0])
+        source, number = source_and_index(index)
         return self._names[source], number
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Fingerprint:
         """Return what the samples of packed sources depend on, by source, for a saved state: JSON-able."""
         return {
             name: source.fingerprint()
@@ -148,22 +156,6 @@ class Mixture:
         return Mixing(
             self._names, self._lengths, self.segments, isinstance(inner, Shuffled)
         )
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """Return (number of the source, index in the source) of a sample.
-
-        Args:
-            index: What `__getitem__` takes.
-        """
-        index = int(index)
-        if is_sample_id(index):
-            return source_and_index(index)
-        if not -self._num_samples <= index < self._num_samples:
-            raise IndexError(
-                f"index {index} is out of range for a mixture with {self._num_samples} samples"
-            )
-        position = np.array([index % self._num_samples], np.int64)
-        return source_and_index(int(self._first_epoch(position)[0]))
 
 
 DROPPED_OF_MIXTURE = (

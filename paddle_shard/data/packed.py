@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from paddle_shard.core.checks import check_count, listed
 from paddle_shard.data.arrays import IndexedData, check_indexed
-from paddle_shard.data.stages.pack import PackedRows, check_long, tokens_of
+from paddle_shard.data.stages.pack import Fields, PackedRows, check_long, tokens_of
 from paddle_shard.errors import ArgumentError, described
+from paddle_shard.plan.order import Fingerprint
 from paddle_shard.plan.packing import Packing, Piece
 
 
@@ -97,10 +98,9 @@ class Packed:
         self.packing = Packing(counts, length, window)
         """The plan of the rows: which pieces of which documents each row holds."""
         most = self.packing.most_pieces
-        if (
-            max_pieces is not None
-            and check_count("Packed: max_pieces", max_pieces) < most
-        ):
+        if max_pieces is None:
+            max_pieces = most
+        if check_count("Packed: max_pieces", max_pieces) < most:
             raise ArgumentError(
                 f"Packed: max_pieces={max_pieces}, but a row holds {most} pieces. Give max_pieces={most} or more, or "
                 "leave it out."
@@ -110,7 +110,7 @@ class Packed:
         """Rows that hold documents near each other, for `shuffle="blocks"`."""
         self.rows = PackedRows(
             length=self.packing.length,
-            most_pieces=most if max_pieces is None else int(max_pieces),
+            most_pieces=int(max_pieces),
             key=key,
             labels=labels,
             ignore_index=ignore_index,
@@ -158,7 +158,7 @@ class Packed:
         ]
         return f"row {int(row)} of documents [{listed(documents, 8)}]"
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Fingerprint:
         """Return what the rows depend on, for a saved state: JSON-able."""
         return {
             "length": self.packing.length,
@@ -172,7 +172,7 @@ class Packed:
             np.ascontiguousarray(self.packing.lengths, np.int64).tobytes()
         )
 
-    def _fields(self, piece: Piece, what: str) -> dict[str, npt.NDArray[Any]]:
+    def _fields(self, piece: Piece, what: str) -> Fields:
         """Return the fields of a piece's document that have an entry for each token."""
         document = self.documents[piece.document]
         num_tokens = len(tokens_of(document, self.rows.key))

@@ -41,10 +41,11 @@ from paddle_shard.data.stages import (
 )
 from paddle_shard.data.stages.cut import cut, is_cut
 from paddle_shard.data.stages.mix import Mix
-from paddle_shard.data.stages.pack import PackedRows
+from paddle_shard.data.stages.pack import PackedRows, check_long
 from paddle_shard.data.stages.stage import Opening, Stage
 from paddle_shard.data.worker_info import SelfSplit, iterate_with
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.plan.packing import MAX_WINDOW
 from paddle_shard.plan.weights import schedule_of
 
 if TYPE_CHECKING:
@@ -88,8 +89,7 @@ class Stream(paddle.io.IterableDataset):
                 ".lines(paths), .jsonl(paths), .parquet(paths), .webdataset(urls)."
             )
         if not isinstance(source, Stage):
-            hides_workers = is_iterable_dataset(source)
-            begin = partial(iterate_with, None) if hides_workers else None
+            begin = partial(iterate_with, None) if is_iterable_dataset(source) else None
             source = IterableSource(source, begin)
         self._stage = source
         """The last stage, as the user put the stream together."""
@@ -414,6 +414,7 @@ class Stream(paddle.io.IterableDataset):
             >>> sorted(Stream.of(range(5)).shuffle(3))
             [0, 1, 2, 3, 4]
         """
+        window = check_count("shuffle: window", window)
         return self._then(Shuffle(self._stage, window))
 
     def batch(self, size: int) -> Stream:
@@ -431,6 +432,7 @@ class Stream(paddle.io.IterableDataset):
             >>> list(Stream.of(range(5)).batch(2))
             [[0, 1], [2, 3], [4]]
         """
+        size = check_count("batch: size", size)
         return self._then(Group(self._stage, size))
 
     def unbatch(self) -> Stream:
@@ -477,14 +479,16 @@ class Stream(paddle.io.IterableDataset):
             >>> [row["input_ids"].tolist() for row in Stream.of([[1, 2, 3], [4, 5, 6, 7], [8]]).pack(4)]
             [[1, 2, 3, 8], [4, 5, 6, 7]]
         """
+        check_long(long)
         rows = PackedRows(
-            length=length,
+            length=check_count("pack: length", length),
             most_pieces=length,
             key=key,
             labels=labels,
             ignore_index=ignore_index,
             pad_values=dict(pad_values or {}),
         )
+        window = check_count("pack: window", window, most=MAX_WINDOW)
         return self._then(Pack(self._stage, rows, window, long))
 
     def repeat(self, times: int | None = None) -> Stream:
@@ -501,6 +505,8 @@ class Stream(paddle.io.IterableDataset):
             >>> list(Stream.of([1, 2]).repeat(2))
             [1, 2, 1, 2]
         """
+        if times is not None:
+            times = check_count("repeat: times", times)
         return self._then(Repeat(self._stage, times))
 
     def sharding_filter(self) -> Stream:

@@ -33,7 +33,6 @@ class VisibleWorkerInfo:  # not by `contextmanager`: it is entered for each samp
 
     def __init__(self, info: WorkerInfo | None) -> None:
         self._info = info
-        self._before: list[tuple[Any, WorkerInfo | None]] = []
 
     def __enter__(self) -> None:
         self._before = [(module, module._worker_info) for module in _modules()]
@@ -45,7 +44,7 @@ class VisibleWorkerInfo:  # not by `contextmanager`: it is entered for each samp
             module._worker_info = info
 
 
-def iterate_with(info: WorkerInfo | None, dataset: IterableOrFunction) -> Iterator[Any]:
+def iterate_with(info: WorkerInfo | None, dataset: IterableOrFunction) -> Samples:
     """Iterate over the user's stream, which sees `info` instead of its worker.
 
     With None, it does not know of the workers, and does not split itself among them: every reader reads the whole

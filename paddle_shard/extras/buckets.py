@@ -136,10 +136,11 @@ class BucketBatchSampler:
         """Yield the batches from the present position on; the next iteration serves the next epoch."""
         first_window, first_batch = self._position
         for window in self._windows(first_window):
-            for number, batch in enumerate(self._batches(self.epoch, window)):
-                if window > first_window or number >= first_batch:
-                    self._position = (window, number + 1)
-                    yield batch.tolist()
+            batches = self._batches(self.epoch, window)
+            for number in range(first_batch, len(batches)):
+                self._position = (window, number + 1)
+                yield batches[number].tolist()
+            first_batch = 0
         self.set_epoch(self.epoch + 1)
 
     @cached_property

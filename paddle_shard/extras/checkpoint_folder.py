@@ -19,6 +19,7 @@ import socket
 import stat
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,13 @@ _OF_HALF_WRITTEN = re.compile(rf"\d+_({VALUES}|{PARTS})|{MANIFEST}\.new", re.ASC
 """Names of the files in a half-written checkpoint."""
 
 
+@dataclass
 class CheckpointFolder:
     """A folder of checkpoints, and the generation of this job in it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.generation: int | None = None
-        """The generation that this job has claimed."""
+    path: Path
+    generation: int | None = None
+    """The generation that this job has claimed."""
 
     def names(self) -> list[str]:
         """Return the names of all checkpoints, complete or not, the newest first."""
@@ -138,8 +139,8 @@ class CheckpointFolder:
         unseen = files.items() - sizes_in(directory).items()
         if unseen:
             raise CheckpointError(
-                f"global rank 0 does not see {sorted(unseen)} as other ranks have written them. All hosts must see the "
-                "same folder."
+                f"global rank 0 does not see in {directory} what other ranks have written: {sorted(unseen)}. All ranks "
+                "must give the same folder, on a file system that their hosts share."
             )
         self.check_fence()
         # Under another name first: a crash leaves a whole manifest or none.

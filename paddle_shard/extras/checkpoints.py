@@ -45,6 +45,8 @@ from paddle_shard.extras.checkpoint_parts import (
 from paddle_shard.ranks.agreeing import gather_payloads
 from paddle_shard.ranks.rendezvous import num_ranks
 
+Values = dict[str, Any]
+"""Values by name or path."""
 _HINT_OF_SAVE = " (step, names, number of values). Tensors of some ranks only must be distributed tensors."
 _TIMEOUT = 1800.0
 """Seconds for which a rank may write or read while the others wait."""
@@ -54,12 +56,12 @@ _TIMEOUT = 1800.0
 class _RankState:
     """The states of the objects that this rank saves."""
 
-    leaves: dict[str, Any] = field(default_factory=dict)
+    leaves: Values = field(default_factory=dict)
     """Values by path."""
-    split_states: dict[str, Any] = field(default_factory=dict)
+    split_states: Values = field(default_factory=dict)
     """States of loaders of data that is split already, by name."""
 
-    def collect(self, step: int, what: Mapping[str, Any]) -> list[Any]:
+    def collect(self, step: int, what: Values) -> list[Any]:
         """Collect the states of objects; return what must be the same on all ranks."""
         check_count("step", step, 0)
         if not what:
@@ -85,9 +87,9 @@ class _RankState:
 
     def write(self, rank: int, directory: Path) -> dict[str, int]:
         """Write the files of a rank; return the size of each."""
-        others: dict[str, Any] = {}
-        parts: dict[str, Any] = {}
-        index: dict[str, Any] = {}
+        others: Values = {}
+        parts = {}
+        index: Values = {}
         for path, leaf in self.leaves.items():
             if not isinstance(leaf, paddle.Tensor):
                 others[path] = leaf
@@ -214,7 +216,7 @@ class Checkpoints:
         if self._folder.generation is None:
             self._folder.generation = self._on_first(call, self._folder.claim)
 
-    def _fill(self, what: Mapping[str, Any], directory: Path) -> None:
+    def _fill(self, what: Values, directory: Path) -> None:
         """Load a checkpoint into objects."""
         name = directory.name
         setters = {key: _setter_of(key, value) for key, value in what.items()}
@@ -262,7 +264,7 @@ class Checkpoints:
 
     def _on_all(self, call: str, work: Callable[..., Any], *args: Any) -> list[Any]:
         """Return the JSON value that `work` returns on each rank. If it raises on any, all ranks raise."""
-        error: Exception | None = None
+        error = None
         kind = ""
         try:
             result = work(*args)
@@ -289,11 +291,11 @@ class Checkpoints:
 
 def _read(
     directory: Path,
-) -> tuple[dict[str, Any], list[SavedPart], dict[int, dict[str, Any]]]:
+) -> tuple[Values, list[SavedPart], dict[int, Values]]:
     """Return the values of a checkpoint that are no tensors, by path, the parts of tensors, and states by rank."""
-    others: dict[str, Any] = {}
-    parts: list[SavedPart] = []
-    split_states: dict[int, dict[str, Any]] = {}
+    others: Values = {}
+    parts = []
+    split_states: dict[int, Values] = {}
     # Not a listing: another job may be deleting them.
     files = json.loads(read_file(directory / MANIFEST))["files"]
     for name in sorted(file for file in files if file.endswith(VALUES)):
@@ -317,9 +319,9 @@ def _check_same(call: str, reports: Sequence[Any]) -> None:
 
 
 def _check_fits(
-    what: Mapping[str, Any],
-    states: Mapping[str, Any],
-    targets: Mapping[str, Any],
+    what: Values,
+    states: Values,
+    targets: Values,
     name: str,
 ) -> None:
     """Check that states were loaded for all objects, and that those of models have the same names.
@@ -381,7 +383,7 @@ def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]
         yield json.dumps(path), value
 
 
-def _put(states: dict[str, Any], path: str, leaf: Any) -> None:
+def _put(states: Values, path: str, leaf: Any) -> None:
     """Set the leaf at a path of nested dicts."""
     *outer, last = json.loads(path)
     for key in outer:

@@ -26,7 +26,7 @@ from paddle_shard.data.files.files import needs
 from paddle_shard.errors import described
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.serialization import pickled
-from paddle_shard.reading.worker import WorkerSettings, set_up
+from paddle_shard.reading.worker import set_up
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError, new_worker_seed
 
 _LOOK_SECONDS = 0.2
@@ -120,7 +120,7 @@ class ReadingActor:
             os.chdir(folder)
         self._guard = paddle.base.dygraph.guard(place=paddle.CPUPlace())
         self._guard.__enter__()
-        worker_settings: WorkerSettings = pickle.loads(ray.get(settings[0]))
+        worker_settings = pickle.loads(ray.get(settings[0]))
         self._reader = worker_settings.reader
         self._failure = set_up(number, worker_settings, seed)
 
@@ -191,7 +191,7 @@ class RayPool(WorkerPool):
         """Return the handle of a new actor for a worker."""
         import ray
 
-        options: dict[str, Any] = {
+        options = {
             "num_cpus": 1,
             "max_restarts": 0,
             "scheduling_strategy": "SPREAD",

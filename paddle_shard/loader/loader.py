@@ -208,6 +208,14 @@ class ShardDataloader(PaddleShardDataloader):
         return stopping.is_requested(setup.ranks)
 
     @property
+    def valid(self) -> NoReturn:
+        """The valid rows are those of an iterator: `batches = iter(loader)`, then `batches.valid` after each batch."""
+        raise AttributeError(
+            "valid: several iterators may be over this loader, and each has its own batch. Write batches = "
+            "iter(loader); for batch in batches: batches.valid."
+        )
+
+    @property
     def plan(self) -> ShardPlan | None:
         """The order of the run, without the data; None if a sampler of your own decides it."""
         return self._run.plan

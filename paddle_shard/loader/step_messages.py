@@ -54,14 +54,6 @@ class StepMessages:
         self._is_first_rank = setup.row_layout.global_rank == min(setup.ranks)
         self._is_asked_for_time = False
         self._exchange_at = time.perf_counter() + _EXCHANGE_SECONDS
-        self._handlers = {
-            "stop": self._on_stop,
-            "ask": self._on_ask,
-            "time": self._on_time,
-            "skipped": self._on_skipped,
-            "read": self._on_read,
-            "form": self._on_form,
-        }
 
     def compose(self, batch: Batch) -> str | None:
         """Return the message to send with a batch; None if there is nothing to send."""
@@ -115,9 +107,9 @@ class StepMessages:
         for rank, text in received:
             for kind, value in parsed[text].items():
                 by_kind.setdefault(kind, {})[rank] = value
-        for kind, handler in self._handlers.items():
+        for kind, handler in _HANDLERS.items():
             if kind in by_kind:
-                handler(batch, by_kind[kind])
+                handler(self, batch, by_kind[kind])
         if self._pad_to is not None and batch.placed is not None:
             row_shapes = {rank: shapes for rank, (_, shapes) in self._forms.items()}
             batch.value = finished(batch.value, row_shapes)
@@ -149,6 +141,17 @@ class StepMessages:
     def _on_form(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
         self._forms |= of_ranks
         _check_forms(self._forms, self._pad_to)
+
+
+# Bound methods, as an attribute, would refer to the object that has them.
+_HANDLERS = {
+    "stop": StepMessages._on_stop,
+    "ask": StepMessages._on_ask,
+    "time": StepMessages._on_time,
+    "skipped": StepMessages._on_skipped,
+    "read": StepMessages._on_read,
+    "form": StepMessages._on_form,
+}
 
 
 def _check_forms(

@@ -351,7 +351,8 @@ class StepPass:
             return
         self._executor.stop()
         if agreement is None:
-            self._ready.put(error)
+            # Its traceback refers to the frames of `__next__`, which refer to it.
+            self._ready.put(error.with_traceback(None))
         elif isinstance(error, StopIteration):
             agreement.announce(END)
         else:

@@ -15,6 +15,8 @@ _UNITS = 1 << 24
 """Costs are rounded to this many parts of the largest one."""
 
 Costs = npt.NDArray[np.float64]
+Load = tuple[float, float]
+"""(largest, mean) cost of a data rank."""
 
 
 def assign_rows(costs: Costs, num_data_ranks: int) -> Rows:
@@ -61,8 +63,8 @@ def assign_rows(costs: Costs, num_data_ranks: int) -> Rows:
     return assigned if is_better else in_order
 
 
-def loads(costs: npt.NDArray[Any], num_data_ranks: int) -> tuple[float, float]:
-    """Return (cost of the data rank that has most, mean cost of a data rank).
+def loads(costs: npt.NDArray[Any], num_data_ranks: int) -> Load:
+    """Return the load of data ranks.
 
     Args:
         costs: [rows]: in the order in which data ranks take the rows.
@@ -78,7 +80,7 @@ def loads(costs: npt.NDArray[Any], num_data_ranks: int) -> tuple[float, float]:
 
 def balanced_rows(
     ids: Any, micro_size: int, *, num_data_ranks: int, costs_of: Callable[[Any], Costs]
-) -> tuple[Rows, tuple[float, float]]:
+) -> tuple[Rows, Load]:
     """Return the rows of a global batch in the order in which data ranks take them, and their load.
 
     Args:

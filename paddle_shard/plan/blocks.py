@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from paddle_shard.core.checks import check_count
-from paddle_shard.plan.order import Indices, Order, Ordering, groups_by_key
+from paddle_shard.plan.order import Fingerprint, Indices, Order, Ordering, groups_by_key
 from paddle_shard.plan.parts import choose_num_parts
 from paddle_shard.plan.shuffle import Permutation, permutation
 
@@ -35,7 +34,7 @@ class Blocks(Ordering):
         Blocks(size=512, window=8)
     """
 
-    name: ClassVar[bool | str] = "blocks"
+    name = "blocks"
 
     size: int = 1024
     window: int = 8
@@ -59,7 +58,7 @@ class Blocks(Ordering):
         """
         return _block_order(length, self, width, seed, epoch)
 
-    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
+    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> Fingerprint:
         """Return what a saved state stores about the order; a loader calls it.
 
         Args:
@@ -73,7 +72,7 @@ class Blocks(Ordering):
         }
 
     @classmethod
-    def of_fingerprint(cls, fingerprint: Mapping[str, Any]) -> Blocks:
+    def of_fingerprint(cls, fingerprint: Fingerprint) -> Blocks:
         """Return the `Blocks` of a saved state; a loader calls it.
 
         Args:
@@ -98,23 +97,6 @@ class Blocks(Ordering):
         return Blocks(size=size, window=self.window)
 
 
-def num_parts(num_samples: int, blocks: Blocks, width: int) -> int:
-    """Return the number of parts of the order: the largest divisor of `width` up to 64 and the number of blocks.
-
-    If the number of data ranks divides it, each data rank opens whole parts. It does not depend on the mesh.
-
-    Args:
-        num_samples: Number of samples, at least 1.
-        blocks: Its size gives the number of blocks.
-        width: Rows of a micro-batch, at least 1.
-
-    Examples:
-        >>> num_parts(100_000, Blocks(), 96), num_parts(5000, Blocks(), 96), num_parts(5000, Blocks(), 97)
-        (48, 4, 1)
-    """
-    return choose_num_parts(width, -(-num_samples // blocks.size))
-
-
 class BlockOrder(Order):
     """A bijection of [0, n): blocks in the order of a permutation, cut into P parts, mixed within windows.
 
@@ -122,6 +104,7 @@ class BlockOrder(Order):
     from its beginning to its end. So if batches are whole and D data ranks divide P, they share at most D - 1
     blocks: those that a border between two data ranks cuts. Every other block is opened by one data rank,
     during one window of one part. (A border cuts another block in each epoch, always at the same place.)
+    P is the largest divisor of `width` up to 64 and the number of blocks. It does not depend on the mesh.
 
     A position belongs to a place. Places number the samples of the blocks end to end, in the random order of the
     blocks, and are cut into parts. The place of a position is mixed with the others of its window and part. The
@@ -147,7 +130,7 @@ class BlockOrder(Order):
         self._seed = seed
         self._epoch = epoch
         # With K whole rows of `width` = P * c positions and a rest, a part has K * c places and its share of the rest.
-        parts = num_parts(num_samples, blocks, width)
+        parts = choose_num_parts(width, -(-num_samples // blocks.size))
         rows, rest = divmod(num_samples, width)
         self.num_parts = parts
         self.width = width

@@ -16,6 +16,7 @@ import numpy as np
 
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.shard_plan import ShardPlan, skipped_positions
+from paddle_shard.plan.shuffle import FINISH, HALF, MULTIPLY
 from paddle_shard.plan.skips import Ranges, union, without
 from paddle_shard.plan.step import Ids, as_ids
 
@@ -47,9 +48,6 @@ UNKNOWN = "not known"
 _KEYS = np.array(
     [[derive_seed("certificate", number)] for number in range(2)], np.uint64
 )
-_MULTIPLY = np.uint64(0x9E3779B97F4A7C15)
-_FINISH = np.uint64(0xD6E8FEB86659FD93)
-_SHIFT = np.uint64(32)
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 16
 
@@ -68,11 +66,11 @@ def total_of(ids: Ids, expected: int | None = None) -> Total:
         expected: Number of samples expected; None: as many as there are.
     """
     words = as_ids(ids).astype(np.uint64)
-    h = (words ^ _KEYS) * _MULTIPLY  # [key, sample]
+    h = (words ^ _KEYS) * MULTIPLY  # [key, sample]
     for _ in range(2):
-        h ^= h >> _SHIFT
-        h *= _FINISH
-    h ^= h >> _SHIFT
+        h ^= h >> HALF
+        h *= FINISH
+    h ^= h >> HALF
     sums = np.add.reduce(h, axis=1, dtype=np.uint64).tolist()
     num = len(ids)
     return Total(num if expected is None else expected, num, *sums)

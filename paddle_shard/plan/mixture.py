@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index as int_of
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.order import Indices, Order, Ordering, groups_by_key
+from paddle_shard.plan.order import Fingerprint, Indices, Order, Ordering, groups_by_key
 from paddle_shard.plan.shuffle import Permutation, permutation
 from paddle_shard.plan.weights import Segment, interleave
 
@@ -23,21 +23,14 @@ MAX_LENGTH = 1 << 40
 ROUNDS = 1 << 9
 """Number of epochs of a source whose ids differ."""
 _MARK = 1 << 61
+NEVER = 1 << 62
+"""Position of a draw that is not made."""
 MAX_DRAWS = 1 << 50
 """Most samples of a run."""
 
 
-# An id has, from its highest bit: a mark, the source's epoch modulo 512, the source, the index in the source.
-
-
-def sample_ids(sources: Indices, epochs: Indices, indices: Indices) -> Indices:
-    """Return the ids of some samples.
-
-    An id holds the source's epoch, modulo 512, beside the source and the index. So a sample that is selected again in
-    the same epoch of the mixture has another id, and other random numbers.
-    """
-    rounds = epochs % ROUNDS
-    return _MARK + (rounds << 52) + (sources << 40) + indices
+# An id has, from its highest bit: a mark, the source's epoch modulo 512, the source, the index in the source. So a
+# sample that is selected again in the same epoch of the mixture has another id, and other random numbers.
 
 
 def is_sample_id(index: int) -> bool:
@@ -60,8 +53,8 @@ class Mixing(Ordering):
     segments, these bounds add up.
     """
 
-    name: ClassVar[bool | str] = "mixture"
-    drawn_by: ClassVar[str | None] = "the mixture"
+    name = "mixture"
+    drawn_by = "the mixture"
 
     names: tuple[str, ...]
     """Names of the sources, in a fixed order. The key of a source's order depends on its name."""
@@ -93,7 +86,7 @@ class Mixing(Ordering):
         last = self.draws.segment_at(first + length - 1)
         return max(0, self.segments[last].first - first)
 
-    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
+    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> Fingerprint:
         """Return what the order depends on."""
         mixture = {
             "sources": list(self.names),
@@ -104,7 +97,7 @@ class Mixing(Ordering):
         return {"mixture": mixture}
 
     @classmethod
-    def of_fingerprint(cls, fingerprint: Mapping[str, Any]) -> Mixing:
+    def of_fingerprint(cls, fingerprint: Fingerprint) -> Mixing:
         """See `Ordering`."""
         mixture = fingerprint["mixture"]
         return cls(
@@ -201,8 +194,8 @@ class Draws:
         return sources, draws
 
     def positions(self, source: int, draws: Indices) -> Indices:
-        """Return the position of the run of each draw of a source: int64; -1 if it is never made."""
-        positions = np.full(len(draws), -1, np.int64)
+        """Return the position of the run of each draw of a source: int64; `NEVER` if it is not made."""
+        positions = np.full(len(draws), NEVER)
         begins = [
             self._before(segment)[source] for segment in range(len(self._segments))
         ]
@@ -243,7 +236,8 @@ class MixtureOrder(Order):
         if self.mixing.is_shuffled:
             for chosen, key in groups_by_key(sources, epochs):
                 indices[chosen] = self._permutation(*key)(indices[chosen])
-        return sample_ids(sources, epochs, indices).reshape(positions.shape)
+        ids = _MARK + (epochs % ROUNDS << 52) + (sources << 40) + indices
+        return ids.reshape(positions.shape)
 
     def _permutation(self, source: int, epoch: int) -> Permutation:
         """Return the order of a source's epoch."""

@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
 """Positions of an epoch, or samples."""
+Fingerprint = Mapping[str, Any]
+"""What an order depends on, as a saved state stores it: JSON-able."""
 BLOCK = 4096
 """Positions that are computed at once, even if only a few are needed."""
 
@@ -91,8 +93,6 @@ class Ordering:
 
     name: ClassVar[bool | str]
     """Name of the ordering in a saved state."""
-    is_identity: ClassVar[bool] = False
-    """True if every epoch has the samples in the order of the data set. A curriculum, such as by length, has False."""
     pads_first: ClassVar[bool] = False
     """True if padding is added before the shuffle, so that it may be anywhere in the epoch."""
     drawn_by: ClassVar[str | None] = None
@@ -127,12 +127,12 @@ class Ordering:
         """
         return 0
 
-    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
+    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> Fingerprint:
         """Return what the order depends on besides the number of samples, the seed and the epoch, as JSON values."""
         return {}
 
     @classmethod
-    def of_fingerprint(cls, fingerprint: Mapping[str, Any]) -> Ordering:  # noqa: ARG003
+    def of_fingerprint(cls, fingerprint: Fingerprint) -> Ordering:  # noqa: ARG003
         """Return the ordering with the settings that a `fingerprint` holds; the default suits one without settings."""
         return cls()
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.mixture import Mixing
-from paddle_shard.plan.order import Identity, Indices, Order, Ordering
+from paddle_shard.plan.order import Fingerprint, Identity, Indices, Order, Ordering
 from paddle_shard.plan.shuffle import permutation
 
 Shuffle: TypeAlias = bool | str | Ordering
@@ -23,8 +22,7 @@ Shuffle: TypeAlias = bool | str | Ordering
 class Sequential(Ordering):
     """The samples in the order of the data set, in every epoch."""
 
-    name: ClassVar[bool | str] = False
-    is_identity = True
+    name = False
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
@@ -35,7 +33,7 @@ class Sequential(Ordering):
 class Shuffled(Ordering):
     """A keyed permutation of all samples, a different one for each seed and epoch."""
 
-    name: ClassVar[bool | str] = True
+    name = True
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
@@ -76,9 +74,8 @@ _paddle_order = lru_cache(maxsize=2)(PaddleOrder)
 class PaddleSequential(Ordering):
     """The order of a `DistributedBatchSampler` that does not shuffle. A loader uses it; users cannot name it."""
 
-    name: ClassVar[bool | str] = "paddle unshuffled"
-    pads_first: ClassVar[bool] = True
-    is_identity = True
+    name = "paddle unshuffled"
+    pads_first = True
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
@@ -99,14 +96,13 @@ class PaddleOrdering(PaddleSequential):
 
     seed: int = 0
     """The sampler's own seed."""
-    name: ClassVar[bool | str] = "paddle"
-    is_identity = False
+    name = "paddle"
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
         return _paddle_order(length, self.seed + epoch)
 
-    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
+    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> Fingerprint:
         """See `Ordering`."""
         fingerprint = {"num_data_ranks": num_data_ranks}
         if self.seed:
@@ -114,7 +110,7 @@ class PaddleOrdering(PaddleSequential):
         return fingerprint
 
     @classmethod
-    def of_fingerprint(cls, fingerprint: Mapping[str, Any]) -> PaddleOrdering:
+    def of_fingerprint(cls, fingerprint: Fingerprint) -> PaddleOrdering:
         """See `Ordering`."""
         return cls(seed=fingerprint.get("sampler_seed", 0))
 
@@ -151,7 +147,7 @@ def find_ordering(shuffle: Any, dataset: Any = None) -> Ordering:
     return ORDERINGS[shuffle].for_dataset(dataset)
 
 
-def ordering_of(fingerprint: Mapping[str, Any]) -> Ordering | None:
+def ordering_of(fingerprint: Fingerprint) -> Ordering | None:
     """Return the ordering whose fingerprint a saved state or a record has; None if it is of another class.
 
     Examples:

@@ -6,7 +6,6 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from paddle_shard.core.checks import check_count, check_lengths
 from paddle_shard.errors import ArgumentError
@@ -27,7 +26,7 @@ _ROWS = 64
 """Fewest rows that take a piece in a round; with fewer, the pieces are placed one by one."""
 
 
-def fitted(lengths: Indices, length: int) -> tuple[npt.NDArray[np.int64], int]:
+def fitted(lengths: Indices, length: int) -> tuple[Indices, int]:
     """Return the row of each piece, and the number of rows: nearly as few as best fit needs.
 
     Rows are numbered in the order of their first pieces.

@@ -48,10 +48,9 @@ def slice_rows(
             f"num_rows and micro_size must be multiples of num_data_ranks = {num_data_ranks}, "
             f"got {num_rows} and {micro_size}."
         )
-    rows: Rows = np.arange(num_rows, dtype=np.int64)
+    rows = np.arange(num_rows)
     data_ranks, _ = place_of_rows(rows, num_rows, num_data_ranks, max(1, micro_size))
-    selected: Rows = rows[data_ranks == data_rank]
-    return selected
+    return np.flatnonzero(data_ranks == data_rank)
 
 
 def place_of_rows(
@@ -81,10 +80,25 @@ def nearest_multiples(number: int, unit: int) -> tuple[int, ...]:
     return tuple(size for size in (below, below + unit) if size)
 
 
+_ITEMS_ARE_BATCHES = (
+    "If an item is a batch already, give the DataLoader batch_size=None."
+)
+
+
 def check_batch_size(
-    batch_size: int, num_data_ranks: int, accumulation: int = 1
+    batch_size: int,
+    num_data_ranks: int,
+    accumulation: int = 1,
+    *,
+    hint: str = _ITEMS_ARE_BATCHES,
 ) -> None:
     """Reject a global batch that cannot be cut into equal slices.
+
+    Args:
+        batch_size: Rows of the global batch.
+        num_data_ranks: Number of data ranks.
+        accumulation: Number of micro-batches, each of which is cut.
+        hint: The end of the error's text.
 
     Raises:
         BatchSizeError: The batch cannot be cut; the text names both numbers and the nearest sizes that work.
@@ -97,5 +111,5 @@ def check_batch_size(
         sizes = " or ".join(map(str, nearest_multiples(batch_size, unit)))
         raise BatchSizeError(
             f"batch_size: a global batch of {batch_size} cannot be split evenly over {over}. Nearest sizes that can: "
-            f"{sizes}. (If an item is a batch already, give the DataLoader batch_size=None.)"
+            f"{sizes}. {hint}"
         )

@@ -110,7 +110,7 @@ class PartsPlan:
             parts: The parts, ascending.
         """
         # [micro-batch, part, row of its stripe]
-        rows = np.arange(self.batch_size, dtype=np.int64).reshape(
+        rows = np.arange(self.batch_size).reshape(
             self.accumulation, self.num_parts, self.stripe
         )
         return rows[:, list(parts)].reshape(-1)

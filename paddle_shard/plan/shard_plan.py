@@ -6,16 +6,15 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mixture import Mixing, MixtureOrder
-from paddle_shard.plan.order import Indices, Order, Ordering
+from paddle_shard.plan.order import Fingerprint, Indices, Order, Ordering
 from paddle_shard.plan.orders import Shuffle, find_ordering
 from paddle_shard.plan.partition import (
     Rows,
@@ -26,7 +25,7 @@ from paddle_shard.plan.partition import (
 )
 from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.skips import Ranges, is_in
-from paddle_shard.plan.step import BalanceRows, GlobalBatch, Step, rank_steps
+from paddle_shard.plan.step import BalanceRows, GlobalBatch, Mask, Step, rank_steps
 from paddle_shard.plan.tails import Tail, find_tail
 
 Segments = tuple[tuple[int, int], ...]
@@ -54,10 +53,11 @@ class StepTable:
             end: Position after the last that is served or padded.
         """
         self._segments = segments
-        self._first_steps = [0]
-        for (first, size), (stop, _) in pairwise(segments):
-            num_steps = -(-(stop - first) // size)
-            self._first_steps.append(self._first_steps[-1] + num_steps)
+        counts = [
+            -(-(stop - first) // size)
+            for (first, size), (stop, _) in pairwise(segments)
+        ]
+        self._first_steps = [*accumulate(counts, initial=0)]
         first, size = segments[-1]
         num_full, self.rest = divmod(max(0, end - first), size)
         """`rest`: positions for a short last batch."""
@@ -137,9 +137,9 @@ class Where:
 
     step: int
     """The step of the epoch, from 0."""
-    data_rank: int | None
+    data_rank: int | None = None
     """The data rank; None if the batch of that step cannot be split evenly over these data ranks."""
-    row: int | None
+    row: int | None = None
     """The row in that data rank's slice: `indices(epoch=, step=, data_rank=)[row]` is the sample."""
 
 
@@ -297,7 +297,7 @@ class ShardPlan:
         first, num_rows, _ = self._extent(step)
         return max(0, first + num_rows - self.num_positions)
 
-    def _are_valid(self, order: Order, first: int, rows: Rows) -> npt.NDArray[np.bool_]:
+    def _are_valid(self, order: Order, first: int, rows: Rows) -> Mask:
         """Return which rows of the global batch that begins at position `first` are valid."""
         positions = first + rows
         valid = positions < self.num_positions
@@ -363,7 +363,7 @@ class ShardPlan:
         """
         return places_of(self, epoch, sample, ())
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Fingerprint:
         """Return what a saved state must match to resume in this order: JSON-able, without the batch size."""
         return {
             "num_samples": self.num_samples,
@@ -431,11 +431,7 @@ def step_of_plan(
 
 def num_skipped_steps(num_steps: int, skips: Ranges, since: int = 0) -> int:
     """Return how many of the steps [since, num_steps) of an epoch are skipped."""
-    num_skipped = 0
-    for first, end in skips:
-        end_in_epoch = min(end, num_steps)
-        num_skipped += max(0, end_in_epoch - max(first, since))
-    return num_skipped
+    return sum(max(0, min(end, num_steps) - max(first, since)) for first, end in skips)
 
 
 def skipped_positions(plan: ShardPlan, skips: Ranges) -> Ranges:
@@ -468,9 +464,7 @@ def rows_of_sample(
         number, row = plan._table.step_and_row(position)
         if number >= plan.num_steps or is_in(skips, number):
             continue
-        step = None
-        if balance_rows is not None:
-            step = step_of_plan(plan, epoch, number, skips, balance_rows)
+        step = balance_rows and step_of_plan(plan, epoch, number, skips, balance_rows)
         if step is not None:
             is_sample = np.asarray(step.ids) == order(np.array([position]))
             if step.valid is not None:
@@ -491,7 +485,7 @@ def places_of(
     ranks = plan.num_data_ranks
     for step, row in rows_of_sample(plan, epoch, sample, skips, balance_rows):
         _, num_rows, micro_size = plan._extent(step)
-        place = Where(step=step, data_rank=None, row=None)
+        place = Where(step=step)
         if num_rows % ranks == 0 and micro_size % ranks == 0:
             rows = np.array(row)
             data_rank, own_row = place_of_rows(rows, num_rows, ranks, micro_size)

@@ -21,9 +21,10 @@ MAX_SAMPLES = 1 << 62
 VERSION = 1
 """Version of the orders that this package computes; a saved run resumes only with the same version."""
 
-_MULTIPLY = np.uint64(0x9E3779B97F4A7C15)
-_FINISH = np.uint64(0xD6E8FEB86659FD93)
-_HALF = np.uint64(32)
+# Constants of a 64-bit hash: multiply, shift, multiply.
+MULTIPLY = np.uint64(0x9E3779B97F4A7C15)
+FINISH = np.uint64(0xD6E8FEB86659FD93)
+HALF = np.uint64(32)
 
 
 class Permutation(Order):
@@ -40,14 +41,12 @@ class Permutation(Order):
             num_samples: n, in [1, 2^62].
             key: 64 bytes; another key gives another permutation.
         """
-        if not 1 <= num_samples <= MAX_SAMPLES:
-            raise ValueError(f"num_samples must be in [1, 2^62], got {num_samples}.")
         super().__init__(num_samples)
         words = np.frombuffer(key, "<u8").astype(np.uint64)
         self._rounds = words[:ROUNDS]
         side = math.isqrt(num_samples - 1) + 1
         self._sizes = (np.uint64(side), np.uint64(-(-num_samples // side)))
-        self._table: Indices | None = None
+        self._table = None
         if num_samples <= TABLE_MAX:
             self._table = draw_table(words, num_samples)
 
@@ -101,9 +100,9 @@ def network(
         half, other, size = halves[number % 2]
         hash_into(other, rounds[number], added, scratch)
         # Into [0, size), size <= 2^32, by the high half of a product (Lemire 2019).
-        added >>= _HALF
+        added >>= HALF
         added *= size
-        added >>= _HALF
+        added >>= HALF
         if backward:
             np.subtract(size, added, out=added)
         half += added
@@ -117,10 +116,10 @@ def network(
 def hash_into(x: Words, key: np.uint64, out: Words, scratch: Words) -> None:
     """Write a 64-bit hash of each number into `out`; its high bits are the well-mixed ones."""
     np.bitwise_xor(x, key, out=out)
-    out *= _MULTIPLY
-    np.right_shift(out, _HALF, out=scratch)
+    out *= MULTIPLY
+    np.right_shift(out, HALF, out=scratch)
     out ^= scratch
-    out *= _FINISH
+    out *= FINISH
 
 
 def draw_table(keys: Words, length: int) -> Indices:

@@ -12,6 +12,7 @@ from typing import Any
 
 from paddle_shard.errors import StateError
 from paddle_shard.plan.certificate import Account, account_from_json, account_to_json
+from paddle_shard.plan.order import Fingerprint
 from paddle_shard.plan.shard_plan import Segments
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 
@@ -50,7 +51,7 @@ class LoaderState:
     """State of the user's own sampler after the last delivered batch."""
     certificate: Account = field(default_factory=dict)
     """Deliveries of the epoch so far."""
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: Fingerprint = field(default_factory=dict)
     """Values that the order depends on."""
     data: Mapping[str, Any] | None = None
     """The identity of the data; None if it is not known. See `data.identity`."""
@@ -63,7 +64,7 @@ class LoaderState:
                 **{name.name: getattr(self, name.name) for name in fields(self)},
                 "segments": [list(segment) for segment in self.segments],
                 "certificate": account_to_json(self.certificate),
-                "data": None if self.data is None else dict(self.data),
+                "data": self.data and dict(self.data),
                 "fingerprint": {"order_version": ORDER_VERSION, **self.fingerprint},
             }
         )
@@ -72,7 +73,7 @@ class LoaderState:
     def from_dict(
         cls,
         saved: Mapping[str, Any],
-        fingerprint: Mapping[str, Any],
+        fingerprint: Fingerprint,
         override: Collection[str] = (),
     ) -> LoaderState:
         """Read a saved state for a loader.
@@ -109,13 +110,14 @@ class LoaderState:
             "segments": tuple(map(tuple, saved["segments"])),
             "certificate": account_from_json(saved["certificate"]),
         }
-        state = cls(**{name.name: values[name.name] for name in fields(cls)})
+        del values["version"], values["checksum"]
+        state = cls(**values)
         state._check_same_run(fingerprint, override)
         has_other_samples = bool(_OTHER_SAMPLES & {*override})
         return replace(state, data=None) if has_other_samples else state
 
     def _check_same_run(
-        self, fingerprint: Mapping[str, Any], override: Collection[str]
+        self, fingerprint: Fingerprint, override: Collection[str]
     ) -> None:
         """Reject a loader whose fingerprint differs from the saved one where `override` does not allow it."""
         then = self._before_position(self.fingerprint)
@@ -150,17 +152,12 @@ class LoaderState:
         kept = tuple(
             (first, size) for first, size in self.segments if first < self.samples
         )
-        is_same_size = bool(kept) and kept[-1][1] == batch_size
         # If the epoch has ended, another tail would drop its last batch.
-        if is_same_size and not self.ended:
+        if kept and kept[-1][1] == batch_size and not self.ended:
             return kept
         return (*kept, (self.samples, batch_size))
 
-    def _sample_of_run(self) -> int:
-        length: int = self.fingerprint.get("num_samples", 0)
-        return self.epoch * length + self.samples
-
-    def _before_position(self, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    def _before_position(self, fingerprint: Fingerprint) -> Fingerprint:
         """Return a fingerprint with its schedules up to this position; after it they may differ."""
         cut = dict(fingerprint)
         step = self.steps_before + self.steps
@@ -169,8 +166,9 @@ class LoaderState:
         if before:
             cut["skip_steps"] = before
         if "mixture" in cut:
-            position = max(1, self._sample_of_run())
-            cut["mixture"] = _mixture_before(cut["mixture"], position)
+            length = self.fingerprint.get("num_samples", 0)
+            position = self.epoch * length + self.samples
+            cut["mixture"] = _mixture_before(cut["mixture"], max(1, position))
             packed = cut.get("packed", {})
             cut["packed"] = {
                 name: packed[name]
@@ -200,7 +198,7 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "checksum": zlib.crc32(text.encode())}
 
 
-def _mixture_before(mixture: Mapping[str, Any], position: int) -> dict[str, Any]:
+def _mixture_before(mixture: Fingerprint, position: int) -> Fingerprint:
     segments = [segment for segment in mixture["segments"] if segment[0] < position]
     # The last sources may join later.
     count = max(

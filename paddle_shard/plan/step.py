@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.plan.balance import Load
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.skips import Ranges, is_in
 
 Mask = npt.NDArray[np.bool_]
-Ids = Sequence[Any] | npt.NDArray[np.int64]
+Ids = Sequence[Any] | Rows
 """Indices into the data set, of any type; an array if all are ints."""
 
 RowsOf = Callable[[int, int], "Rows | range"]
@@ -72,7 +73,7 @@ class Step(NamedTuple):
     """For a stream, what each of this rank's readers reads (`reading.chunk_reader.ChunkRequest`)."""
     sampler: SamplerStep = NO_SAMPLER
     """For the user's own sampler, or a library that reads."""
-    load: tuple[float, float] = (0.0, 0.0)
+    load: Load = (0.0, 0.0)
     """`balance=`: (largest, mean) cost of a data rank."""
     digest: int = 0
     """`verify=`: digest of what the sampler has drawn so far, or of how rows are balanced; the same on all ranks."""
@@ -103,12 +104,12 @@ class GlobalBatch(NamedTuple):
     """See `Step`."""
 
 
-BalanceRows = Callable[[Ids, int], tuple[Rows, tuple[float, float]]]
+BalanceRows = Callable[[Ids, int], tuple[Rows, Load]]
 """Returns the rows of a global batch in the order in which data ranks take them, and (largest, mean) cost of a data
 rank, given (ids, rows of a micro-batch); see `balance.balanced_rows`."""
 
 
-def as_ids(indices: Ids) -> npt.NDArray[np.int64]:
+def as_ids(indices: Ids) -> Rows:
     """Return numbers for a data set's indices: ints unchanged, others from a hash of their `repr`."""
     if isinstance(indices, np.ndarray):
         return indices

@@ -115,8 +115,6 @@ TAILS: dict[str, Tail] = {
     )
 }
 """All tails, by name."""
-TailName = Literal["pad", "fill", "drop", "repeat", "error"]
-"""Their names, for editors and type checkers."""
 INDEX_TAILS = tuple(tail for tail in TAILS.values() if tail.for_indices)
 STREAM_TAILS = tuple(tail for tail in TAILS.values() if tail.for_streams)
 

@@ -129,8 +129,9 @@ class WorkerPool:
         if self._workers:
             return
         seed = new_worker_seed()
-        if os.getpid() not in _processes:
-            _processes.add(os.getpid())
+        self._process = os.getpid()
+        if self._process not in _processes:
+            _processes.add(self._process)
             multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)
         try:
             with signals_held(), forks.between_batches():
@@ -198,7 +199,8 @@ class WorkerPool:
         # A signal handler may have raised in the constructor, or the collector may find this first in a forked child.
         # When the interpreter ends, it has ended the workers.
         if getattr(self, "_process", None) == os.getpid() and not ending():
-            self.shut_down()
+            with signals_held():  # what a handler raises here is lost
+                self.shut_down()
 
     def leave_to_the_parent(self) -> None:
         """Forget the workers in a forked child: they are the parent's, and only the parent may hold their channels."""

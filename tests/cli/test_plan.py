@@ -278,7 +278,7 @@ def test_plan_counts_data_ranks_without_a_sample(samples, tail, capsys):
     assert said == [str(empty)] * (empty > 0)
 
 
-def test_plan_page_draws_the_steps_from_the_one_that_was_asked_for(tmp_path):
+def test_plan_page_draws_from_the_given_step(tmp_path):
     asked(
         "plan", *FINE, "--step", "3", "--epoch", "2", "--html", tmp_path / "plan.html"
     )

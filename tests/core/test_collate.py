@@ -23,13 +23,13 @@ Pair = collections.namedtuple("Pair", "a b")
         [np.float32(1), np.float32(2)],
     ],
 )
-def test_it_is_what_paddle_makes(samples):
+def test_collate_equals_paddles(samples):
     ours, theirs = collate(samples), default_collate_fn(samples)
 
     assert repr(ours) == repr(theirs)
 
 
-def test_namedtuples_stay_what_they_are_and_mappings_become_dicts():
+def test_collate_keeps_namedtuples_and_makes_dicts_of_mappings():
     made = collate([Pair(1, collections.OrderedDict(x=(1,)))] * 2)
 
     assert type(made) is Pair
@@ -105,7 +105,7 @@ SHAPED = [
 )
 @pytest.mark.parametrize("other", KINDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_of_one_kind_is_a_type_error_wherever_it_stands(kind, other, path):
+def test_collate_of_mixed_kinds_is_a_type_error(kind, other, path):
     if kind == other or any({kind, other} <= shaped for shaped in SHAPED):
         return
     for one in KINDS[kind]:

@@ -33,7 +33,7 @@ GENERATORS = {"numpy": NumpyGenerator(), "python": PythonGenerator()}
 @given(
     seed=st.integers(0, 2**64 - 1), before=st.integers(0, 700), which=st.integers(0, 5)
 )
-def test_every_draw_changes_the_state(name, seed, before, which):
+def test_generator_state_changes_with_every_draw(name, seed, before, which):
     generator = GENERATORS[name]
     generator.seed(seed)
     for _ in range(before):
@@ -48,9 +48,7 @@ def test_every_draw_changes_the_state(name, seed, before, which):
 
 @pytest.mark.parametrize("name", ["numpy", "python"])
 @given(seed=st.integers(0, 1000), ahead=st.booleans(), which=st.integers(-1, 5))
-def test_a_state_is_put_back_with_the_gaussian_that_was_drawn_ahead(
-    name, seed, ahead, which
-):
+def test_generator_state_includes_the_stored_gaussian(name, seed, ahead, which):
     gauss = np.random.randn if name == "numpy" else lambda: random.gauss(0, 1)
     generator = GENERATORS[name]
     generator.seed(seed)
@@ -69,7 +67,7 @@ def test_a_state_is_put_back_with_the_gaussian_that_was_drawn_ahead(
     assert [gauss() for _ in range(3)] == expected
 
 
-def test_a_gaussian_that_the_user_drew_ahead_is_not_delivered_unseen():
+def test_seeded_draws_do_not_use_the_users_stored_gaussian():
     np.random.seed(1)
     np.random.randn()  # a second one is kept for the next call
     with kept([GENERATORS["numpy"]]):

@@ -25,7 +25,7 @@ def test_leaves_come_in_order_and_texts_and_arrays_are_some():
     assert found[5].tolist() == [0, 0]
 
 
-def test_what_is_mapped_keeps_its_containers_and_says_where_each_leaf_is():
+def test_map_leaves_keeps_containers_and_gives_paths():
     given = nested()
     found = map_leaves(given, lambda leaf, path: [leaf])
     assert found["a"] == [[b"raw"], [None]]
@@ -47,12 +47,12 @@ def test_what_is_mapped_keeps_its_containers_and_says_where_each_leaf_is():
 
 
 @pytest.mark.parametrize("value", ["text", b"raw", 3, None, np.arange(3)])
-def test_a_leaf_alone_is_mapped_too(value):
+def test_leaf_alone_is_mapped_too(value):
     assert list(leaves(value)) == [value] or isinstance(value, np.ndarray)
     assert map_leaves(value, lambda leaf, path: "seen" + path) == "seen"
 
 
-def test_some_containers_may_be_leaves():
+def test_map_leaves_may_take_containers_for_leaves():
     found = map_leaves(
         [["a", "b"], [1]],
         lambda leaf, path: (leaf, path),

@@ -87,7 +87,7 @@ def test_batched_reads_deliver_what_samples_one_by_one_do(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_list_from_getitems_is_samples_as_in_torch(workers):
+def test_list_from_getitems_is_samples_as_in_torch(workers):
     class Torch(Samples):
         def __getitems__(self, indices):
             return [self[index] for index in indices]
@@ -95,7 +95,7 @@ def test_a_list_from_getitems_is_samples_as_in_torch(workers):
     assert batches(Torch(), workers) == batches(Samples(), 0)
 
 
-def test_a_list_of_another_length_is_an_error_that_says_so():
+def test_list_of_another_length_is_an_error_that_says_so():
     class Short(Samples):
         def __getitems__(self, indices):
             return [self[index] for index in indices][1:]
@@ -112,13 +112,13 @@ def test_random_numbers_of_a_batched_read_repeat():
     assert batches(Noisy(), 0) == batches(Noisy(), 2)
 
 
-def test_the_block_size_is_that_of_the_chunks():
+def test_block_size_is_that_of_the_chunks():
     assert paddle_shard.ArrayDataset(Chunked()).block_size == 4
     assert paddle_shard.ArrayDataset(TABLE, block_size=5).block_size == 5
     assert not hasattr(paddle_shard.ArrayDataset(TABLE), "block_size")
 
 
-def test_what_cannot_be_read_by_rows_is_refused():
+def test_array_dataset_refuses_what_has_no_rows():
     with pytest.raises(ArgumentError, match="at least one"):
         paddle_shard.ArrayDataset()
     with pytest.raises(ArgumentError, match="as many rows each, got {0: 20, 1: 3}"):
@@ -128,7 +128,7 @@ def test_what_cannot_be_read_by_rows_is_refused():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_writing_to_a_batch_leaves_an_array_alone_whose_slices_are_views(workers):
+def test_array_dataset_is_not_changed_by_writing_to_a_batch(workers):
     class Views:
         def __init__(self):
             self.rows = TABLE.copy()

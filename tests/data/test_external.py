@@ -52,7 +52,7 @@ def stopped(loader, steps):
 
 @pytest.mark.parametrize("options", [{}, {"num_batches": 30}])
 @pytest.mark.parametrize("says", [None, False])
-def test_a_resume_within_an_epoch_is_refused_where_samples_could_be_lost(says, options):
+def test_external_loader_refuses_a_resume_that_loses_samples(says, options):
     _, state = stopped(loader_of(says=says, **options), 5)
 
     with pytest.raises(
@@ -61,7 +61,7 @@ def test_a_resume_within_an_epoch_is_refused_where_samples_could_be_lost(says, o
         loader_of(says=says, **options).load_state_dict(state)
 
 
-def test_a_librarys_state_does_not_cover_data_that_is_read_again_within_an_epoch():
+def test_external_state_does_not_cover_data_read_again():
     def made(**options):
         return loader_of(
             True, save=lambda batches: batches.at, num_batches=30, **options
@@ -80,7 +80,7 @@ def test_a_librarys_state_does_not_cover_data_that_is_read_again_within_an_epoch
     assert begun + locals_of(again) == expected
 
 
-def test_a_loader_that_says_that_it_is_repeatable_is_resumed_anywhere():
+def test_external_loader_that_is_repeatable_resumes_anywhere():
     expected = locals_of(loader_of(True))
     for steps in (1, 5, 11):
         begun, state = stopped(loader_of(True), steps)
@@ -99,7 +99,7 @@ def test_between_two_epochs_any_loader_is_resumed():
     assert sorted(np.concatenate(locals_of(resumed)).tolist()) == list(range(LENGTH))
 
 
-def test_a_loader_with_a_state_is_resumed_by_it():
+def test_loader_with_a_state_is_resumed_by_it():
     def made():
         return loader_of(True, save=lambda batches: batches.at)
 

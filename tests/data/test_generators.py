@@ -56,7 +56,7 @@ def rows(data, workers=0, passed=0, **options):
 
 
 @pytest.mark.parametrize("first", [0, 3, 4, 21])
-def test_data_that_draws_for_all_or_some_samples_is_the_same_for_all_readers(first):
+def test_data_set_that_draws_is_the_same_for_all_readers(first):
     straight = rows(Noisy(first), prefetch=0)
 
     assert straight[:first] == [[0.0, 0.0]] * first
@@ -68,7 +68,7 @@ def test_data_that_draws_for_all_or_some_samples_is_the_same_for_all_readers(fir
 
 
 @pytest.mark.parametrize("first", [0, 9])
-def test_a_stream_that_draws_for_all_or_some_samples_is_the_same_for_all_readers(first):
+def test_stream_that_draws_is_the_same_for_all_readers(first):
     def noisy():
         return (
             Stream.of(range(24))
@@ -111,9 +111,7 @@ class Bytes(np.ndarray):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_samples_draw_from_torch_differs_by_sample_and_epoch_and_is_the_same_for_all_readers(
-    stream, monkeypatch
-):
+def test_torch_draws_differ_by_sample_and_are_alike_for_readers(stream, monkeypatch):
     """In workers, its draws were the same in each of them and in each epoch."""
     monkeypatch.setitem(sys.modules, "torch", StandInTorch())
     own = sys.modules["torch"].default_generator
@@ -140,7 +138,7 @@ def test_what_samples_draw_from_torch_differs_by_sample_and_epoch_and_is_the_sam
     assert epochs(2) == straight
 
 
-def test_the_users_state_is_left_alone():
+def test_users_state_is_left_alone():
     paddle.seed(3)
     expected = noise().tolist()
     paddle.seed(3)

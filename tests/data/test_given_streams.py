@@ -37,7 +37,7 @@ def said(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("cut", ["files", "sharding_filter"])
-def test_a_sharding_filter_leaves_a_stream_that_is_cut_as_it_is(cut, said, tmp_path):
+def test_sharding_filter_leaves_a_stream_that_is_cut_as_it_is(cut, said, tmp_path):
     """The order of torchdata's tutorial: `shuffle().sharding_filter()`."""
     (tmp_path / "a.csv").write_text("n\n" + "".join(f"{n}\n" for n in range(40)))
     stream = Stream.csv(tmp_path / "a.csv").map(lambda row: int(row["n"]))
@@ -51,13 +51,13 @@ def test_a_sharding_filter_leaves_a_stream_that_is_cut_as_it_is(cut, said, tmp_p
     assert said() == []
 
 
-def test_a_stream_of_something_that_can_be_iterated_needs_no_of(said):
+def test_stream_of_something_that_can_be_iterated_needs_no_of(said):
     for given in ([1, 2, 3], range(1, 4), lambda: iter([1, 2, 3]), np.arange(1, 4)):
         assert list(Stream(given)) == list(Stream.of(given)) == [1, 2, 3]
         assert sorted(rows(Stream(given).map(int))) == [1, 2, 3]
 
 
-def test_a_stream_is_true_and_of_a_stream_is_itself():
+def test_stream_is_true_and_of_a_stream_is_itself():
     stream = Stream.of([]).map(int)
 
     assert stream
@@ -76,19 +76,19 @@ def test_a_stream_is_true_and_of_a_stream_is_itself():
         (b"data.csv", r"b'data\.csv'.*Stream\.csv"),
     ],
 )
-def test_what_cannot_be_a_stream_is_refused_at_once(make, given, text):
+def test_given_stream_of_another_type_is_refused(make, given, text):
     with pytest.raises(ArgumentTypeError, match=text):
         make(given)
 
 
-def test_a_path_is_no_stream(tmp_path):
+def test_path_is_no_stream(tmp_path):
     with pytest.raises(ArgumentTypeError, match=r"Stream\.csv"):
         Stream.of(tmp_path)
 
 
 @pytest.mark.parametrize("stage", ["map", "filter"])
 @pytest.mark.parametrize("function", [3, None, "int"])
-def test_a_stage_refuses_at_once_what_is_no_function(stage, function):
+def test_stage_refuses_at_once_what_is_no_function(stage, function):
     with pytest.raises(
         ArgumentTypeError, match=f"{stage}: .* a function of a sample, got {function!r}"
     ):
@@ -107,7 +107,7 @@ NEEDS = {
     "source", [source for source, needed in NEEDS.items() if find_spec(needed)]
 )
 @pytest.mark.parametrize("paths", [3, None])
-def test_what_is_no_path_is_refused_at_once(source, paths):
+def test_stream_path_of_another_type_is_refused(source, paths):
     with pytest.raises(
         ArgumentTypeError, match=f"a path, or a list of them, got {paths}"
     ):
@@ -117,7 +117,7 @@ def test_what_is_no_path_is_refused_at_once(source, paths):
 # Other libraries'
 
 
-def test_data_that_is_repeated_without_an_end_is_told_that_each_pass_is_an_epoch():
+def test_stream_that_repeats_without_end_is_refused():
     grain = pytest.importorskip("grain")
     given = grain.MapDataset.range(8).repeat()
 

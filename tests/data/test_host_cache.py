@@ -101,7 +101,7 @@ if os.environ["PADDLE_TRAINER_ID"] == "0":
 
 @pytest.mark.processes
 @pytest.mark.parametrize("seed", range(draws(2)))
-def test_open_cached_downloads_once_and_outlives_a_killed_process(seed, tmp_path):
+def test_open_cached_downloads_once_despite_a_killed_process(seed, tmp_path):
     folder = tmp_path / "copies"
     script = tmp_path / "reader.py"
     script.write_text(READER)

@@ -212,7 +212,7 @@ def test_huggingface_data_that_would_lose_samples_is_rejected():
         HuggingFaceSource(begun)
 
 
-def test_another_seed_of_its_own_shuffle_is_another_stream():
+def test_huggingface_shuffle_seed_is_in_the_fingerprint():
     prints = [
         HuggingFaceSource(streamed().shuffle(seed=seed)).fingerprint()
         for seed in (1, 1, 2)

@@ -38,7 +38,7 @@ def test_files_identity_has_name_size_and_time_of_each_file(folder):
     ]
 
 
-def test_files_identity_changes_with_a_rewritten_file_of_the_same_size(folder):
+def test_files_identity_changes_with_a_file_of_the_same_size(folder):
     stream = lines_of(folder)
     before = identity(stream)
     (folder / "1.txt").write_text("7\n" * 5)
@@ -84,7 +84,7 @@ def test_files_identity_of_row_groups_has_each_file_once(tmp_path):
     ]
 
 
-def test_a_name_at_which_there_is_no_file_may_be_that_of_a_reader(folder):
+def test_files_identity_takes_names_that_are_no_files(folder):
     stream = lines_of(folder)
     (folder / "2.txt").unlink()
 

@@ -69,14 +69,12 @@ kinds = st.sampled_from(sorted(KINDS))
     samples=st.lists(st.integers(-9, 9), max_size=9),
     skip=st.integers(0, 12),
 )
-def test_it_is_iterated_from_a_position_on(kind, samples, skip):
+def test_iterable_is_iterated_from_a_position(kind, samples, skip):
     assert read(IterableSource(KINDS[kind](samples)), skip=skip) == samples[skip:]
 
 
 @given(kind=kinds, samples=st.lists(st.integers(), max_size=9), skip=st.integers(0, 12))
-def test_its_length_is_known_where_it_is_indexed_and_does_not_depend_on_the_position(
-    kind, samples, skip
-):
+def test_stream_length_is_known_and_independent_of_the_position(kind, samples, skip):
     known = kind in ("list", "tuple", "array", "deque")
 
     assert IterableSource(KINDS[kind](samples)).lengths(opening(skip=skip)) == (
@@ -85,14 +83,14 @@ def test_its_length_is_known_where_it_is_indexed_and_does_not_depend_on_the_posi
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - ONE_SHOT))
-def test_it_begins_anew_each_epoch_and_each_time(kind):
+def test_iterable_begins_anew_each_epoch(kind):
     source = IterableSource(KINDS[kind]([1, 2, 3]))
 
     assert [read(source, epoch=epoch) for epoch in (0, 1, 1)] == [[1, 2, 3]] * 3
 
 
 @pytest.mark.parametrize("kind", sorted(ONE_SHOT))
-def test_what_can_be_read_only_once_is_not_read_again_in_silence(kind):
+def test_iterable_that_is_read_once_is_refused_a_second_time(kind):
     source = IterableSource(KINDS[kind]([1, 2, 3]))
     source.open(opening())  # opening alone reads nothing
     assert source.lengths(opening()) is None
@@ -106,7 +104,7 @@ def test_what_can_be_read_only_once_is_not_read_again_in_silence(kind):
 
 
 @pytest.mark.parametrize("given_", [3, None, object()])
-def test_what_cannot_be_iterated_is_refused_by_type(given_):
+def test_iterable_of_another_type_is_refused(given_):
     with pytest.raises(
         ArgumentTypeError,
         match=f"must be iterable, or a function .* got {type(given_).__name__}",
@@ -114,7 +112,7 @@ def test_what_cannot_be_iterated_is_refused_by_type(given_):
         IterableSource(given_)
 
 
-def test_nothing_is_read_ahead():
+def test_iterable_is_not_read_ahead():
     (items,) = IterableSource(Endless(4)).open(opening(skip=1))
 
     assert [next(items) for _ in range(3)] == [1, 2, 3]
@@ -122,7 +120,7 @@ def test_nothing_is_read_ahead():
         next(items)
 
 
-def test_a_list_is_read_from_its_position_without_what_stands_before():
+def test_stream_of_a_list_is_read_from_its_position():
     class Indexed(list):
         def __getitem__(self, number):
             got.append(number)
@@ -147,7 +145,7 @@ def draws():
 @pytest.mark.parametrize(
     "make", [lambda: Draws(range(8)), lambda: draws], ids=["list", "function"]
 )
-def test_a_random_source_gives_the_same_samples_whoever_reads_it_and_others_each_epoch(
+def test_random_stream_is_alike_for_readers_and_anew_by_epoch(
     make,
 ):
     straight = read(IterableSource(make()))
@@ -172,7 +170,7 @@ def test_a_random_source_gives_the_same_samples_whoever_reads_it_and_others_each
 @pytest.mark.parametrize(
     "make", [lambda fail: fail, lambda fail: Failing()], ids=["function", "list"]
 )
-def test_an_exception_comes_out_where_it_was_raised(make):
+def test_exception_comes_out_where_it_was_raised(make):
     def fail():
         yield 0
         yield 1
@@ -204,11 +202,11 @@ def test_stop_iteration_of_a_lists_item_is_no_end():
         read(IterableSource(Stops()))
 
 
-def test_a_dict_is_iterated_like_anything_else():
+def test_dict_is_iterated_like_anything_else():
     assert read(IterableSource({"a": 1, "b": 2})) == ["a", "b"]
 
 
-def test_an_iterable_that_can_be_called_too_is_iterated():
+def test_iterable_that_can_be_called_too_is_iterated():
     class Both(Iterable):
         def __call__(self, model_input):
             raise AssertionError("not to be called")
@@ -216,7 +214,7 @@ def test_an_iterable_that_can_be_called_too_is_iterated():
     assert read(IterableSource(Both([1, 2]))) == [1, 2]
 
 
-def test_an_order_is_the_same_whether_it_is_drawn_when_the_iterator_is_made_or_with_its_first_item():
+def test_stream_order_may_be_drawn_at_iter_or_at_first_item():
     class AtOnce:
         def __iter__(self):
             return iter(np.random.permutation(20).tolist())

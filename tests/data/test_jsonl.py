@@ -24,7 +24,7 @@ def written(path, content):
         ('"\u00fc"\n4.5'.encode(), ["\u00fc", 4.5]),
     ],
 )
-def test_each_line_that_is_not_blank_is_a_value(content, values, counts, tmp_path):
+def test_jsonl_lines_that_are_not_blank_are_values(content, values, counts, tmp_path):
     assert (
         list(Stream.jsonl(written(tmp_path / "a.jsonl", content), counts=counts))
         == values
@@ -38,7 +38,7 @@ def test_packed_files_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_a_damaged_line_is_named_with_its_file(counts, tmp_path):
+def test_damaged_line_is_named_with_its_file(counts, tmp_path):
     path = written(tmp_path / "a.jsonl", b'{"a": 1}\n\n{"a": \n{"a": 3}\n')
     values = iter(Stream.jsonl(path, counts=counts))
 
@@ -50,7 +50,7 @@ def test_a_damaged_line_is_named_with_its_file(counts, tmp_path):
         next(values)
 
 
-def test_a_compressed_file_of_no_bytes_was_cut_off(tmp_path):
+def test_compressed_file_of_no_bytes_was_cut_off(tmp_path):
     path = written(tmp_path / "a.jsonl.gz", gzip.compress(b"1\n2\n"))
     stream = Stream.jsonl(path)
     assert list(stream) == [1, 2]

@@ -78,7 +78,7 @@ def by_hand(lists, weights, stop, part):
 
 @settings(max_examples=trials(150))
 @given(mixture=mixtures(), data=st.data())
-def test_a_part_draws_from_the_same_part_of_each_source(mixture, data):
+def test_part_draws_from_the_same_part_of_each_source(mixture, data):
     lists, weights, _ = mixture
     num_parts = len(lists[0])
     says = data.draw(st.lists(st.booleans(), min_size=len(lists), max_size=len(lists)))
@@ -115,7 +115,7 @@ def test_a_part_draws_from_the_same_part_of_each_source(mixture, data):
     stop=st.sampled_from(["first", "all"]),
     seed=st.integers(0, 3),
 )
-def test_stages_before_the_mixture_have_their_own_random_numbers_and_resume(
+def test_mixed_stages_have_their_own_random_numbers(
     lengths, skip, num_parts, stop, seed
 ):
     """Striped streams of which no length is known, shuffled before the mixture."""
@@ -141,7 +141,7 @@ def test_stages_before_the_mixture_have_their_own_random_numbers_and_resume(
         assert first[:4] != second[:4] or sorted(first[:4]) != sorted(range(4))
 
 
-def test_after_every_prefix_of_a_part_each_source_is_near_its_share():
+def test_mixed_sources_are_near_their_share_at_every_prefix():
     stage = mix(
         [
             [list(range(500))] * 2,
@@ -183,7 +183,7 @@ def test_endless_sources_end_nothing():
     ]
 
 
-def test_a_sample_is_named_by_its_source():
+def test_sample_is_named_by_its_source():
     assert (
         mix([[[1, 2, 3]], [[4, 5, 6]]], [2, 1], "first").origin(opening(), 0, 1)
         == "source 'code'"
@@ -213,7 +213,7 @@ def test_bad_arguments_are_named(sources, options, error, says):
 
 @pytest.mark.parametrize("stop", ["first", "all"])
 @pytest.mark.parametrize("counted", [False, True])
-def test_a_source_without_a_sample_in_a_part_is_named(stop, counted):
+def test_source_without_a_sample_in_a_part_is_named(stop, counted):
     lists = [[[1, 2, 3, 4]] * 3, [[5], [6], []]]
     stage = mix(lists, [3, 1], stop, [counted, counted])
 
@@ -228,7 +228,7 @@ def test_a_source_without_a_sample_in_a_part_is_named(stop, counted):
     )
 
 
-def test_the_weights_of_a_stream_may_change_and_a_source_may_join():
+def test_mixed_weights_may_change_and_a_source_may_join():
     streams = {
         "a": Stream.of(list(range(100))),
         "b": Stream.of(list(range(1000, 1100))),

@@ -75,7 +75,7 @@ def other_files():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_another_name_or_other_content_is_other_data(kind, layout, tmp_path):
+def test_moved_files_with_another_name_or_content_are_refused(kind, layout, tmp_path):
     ending, make = kind.ending, kind.stream
     before = stage_of(make(write(tmp_path / "before", layout, ending))).fingerprint()
     renamed = write(tmp_path / "renamed", layout, ending)
@@ -86,7 +86,7 @@ def test_another_name_or_other_content_is_other_data(kind, layout, tmp_path):
     assert stage_of(make(other)).fingerprint() != before
 
 
-def test_a_run_is_resumed_from_moved_files_and_not_from_others(kind, tmp_path):
+def test_run_is_resumed_from_moved_files_and_not_from_others(kind, tmp_path):
     ending, make = kind.ending, kind.stream
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
 
@@ -136,9 +136,7 @@ def values(batch):
     )
 
 
-def test_files_in_other_folders_below_a_common_one_are_refused_with_the_override_that_goes_on(
-    kind, tmp_path
-):
+def test_moved_files_are_refused_with_the_override_to_use(kind, tmp_path):
     """Nothing tells them from other files, but their order and numbers are the same, so that positions are."""
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
 

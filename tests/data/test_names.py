@@ -42,7 +42,7 @@ def order(stream):
     return stage_of(stream).fingerprint(), list(map(str, stream))
 
 
-def test_a_pattern_is_the_sorted_list_of_what_matches_it(kind, folder, monkeypatch):
+def test_pattern_is_the_sorted_list_of_what_matches_it(kind, folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     expected = order(KINDS[kind](names(folder, kind), shuffle_shards=False))
 
@@ -58,18 +58,18 @@ def test_a_pattern_is_the_sorted_list_of_what_matches_it(kind, folder, monkeypat
     assert fingerprint == expected[0]
 
 
-def test_a_pattern_that_matches_nothing_is_an_error_that_names_it(kind, folder):
+def test_pattern_without_a_match_is_an_error_that_names_it(kind, folder):
     with pytest.raises(ArgumentError, match=rf"{folder}/x\*\.{kind}.*matches no file"):
         KINDS[kind]([str(folder / f"0.{kind}"), f"{folder}/x*.{kind}"])
 
 
 @pytest.mark.parametrize("base", ["http://host", "s3://bucket"])
-def test_a_pattern_of_remote_files_is_an_error_that_says_to_list_them(kind, base):
+def test_pattern_of_remote_files_is_refused_with_the_fix(kind, base):
     with pytest.raises(ArgumentError, match=rf"{base}/\*\.{kind}.*[Gg]ive the list"):
         KINDS[kind](f"{base}/*.{kind}?key=*")
 
 
-def test_names_that_look_like_patterns_are_files_where_they_are_there(tmp_path):
+def test_names_that_look_like_patterns_may_be_files(tmp_path):
     (tmp_path / "[1].txt").write_text("one\n")
     (tmp_path / "1.txt").write_text("other\n")
 
@@ -82,7 +82,7 @@ def test_names_that_look_like_patterns_are_files_where_they_are_there(tmp_path):
 
 
 @pytest.mark.skipif(not find_spec("webdataset"), reason="needs webdataset")
-def test_the_index_command_takes_patterns(folder, capsys):
+def test_index_command_takes_patterns(folder, capsys):
     assert main(["index", f"{folder}/*.tar", "-o", f"{folder}/index.json"]) == 0
     assert "in 8 shards" in capsys.readouterr().out
     assert main(["index", f"{folder}/x*.tar", "-o", f"{folder}/index.json"]) == 2

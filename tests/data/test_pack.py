@@ -23,9 +23,7 @@ def documents(lengths):
     window=st.integers(1, 8),
     long=st.sampled_from(["split", "drop"]),
 )
-def test_every_token_of_a_part_is_in_one_row_of_its_window(
-    lengths, length, window, long
-):
+def test_pack_puts_every_token_in_one_row_of_its_window(lengths, length, window, long):
     rows = list(
         Stream.of(documents(lengths)).pack(
             length, window=window, long=long, labels="labels"
@@ -52,7 +50,7 @@ def test_every_token_of_a_part_is_in_one_row_of_its_window(
     )
 
 
-def test_a_shuffle_before_it_loses_no_token():
+def test_shuffle_before_it_loses_no_token():
     stream = (
         Stream.of(documents([3, 9, 4, 4, 7, 1, 2, 8] * 6)).shuffle(6).pack(8, window=7)
     )

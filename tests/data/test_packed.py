@@ -48,9 +48,7 @@ LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
 
 @settings(max_examples=trials(100))
 @given(lengths=LENGTHS, length=st.integers(1, 16), window=st.sampled_from([2, 4096]))
-def test_every_token_is_delivered_once_with_its_place_and_its_next_token(
-    lengths, length, window
-):
+def test_packed_tokens_are_delivered_once_with_their_targets(lengths, length, window):
     packed = Packed(
         Texts(lengths), length, lengths=lengths, labels="labels", window=window
     )
@@ -148,7 +146,7 @@ def test_packed_rows_resume_on_another_mesh(workers, shuffle):
     assert before + after[: len(straight) - 20] == straight
 
 
-def test_a_state_of_other_lengths_is_refused():
+def test_state_of_other_lengths_is_refused():
     one, other = [5, 3, 4, 4], [4, 4, 5, 3]
     states = [
         sharded(
@@ -234,7 +232,7 @@ def rows(packed):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_names_the_row_and_its_documents(workers):
+def test_error_names_the_row_and_its_documents(workers):
     class Wrong(Texts):
         def __getitem__(self, index):
             if index == 2:
@@ -256,7 +254,7 @@ def test_an_error_names_the_row_and_its_documents(workers):
         list(loader)
 
 
-def test_lengths_that_are_wrong_are_found_when_the_document_is_read():
+def test_packed_lengths_that_are_wrong_are_found_on_reading():
     with pytest.raises(ValueError, match="document 1 has 3 tokens, but 2 by lengths="):
         rows(Packed(Texts([4, 3]), 8, lengths=[4, 2]))
 
@@ -317,7 +315,7 @@ def test_bad_arguments_are_named(options, error, says):
         Packed(given.pop("documents"), given.pop("length"), **given)
 
 
-def test_a_field_that_happens_to_be_as_long_as_a_document_is_named():
+def test_packed_field_as_long_as_a_document_is_named():
     documents = [
         {"input_ids": np.arange(size), "mask": np.ones(size, bool), "box": np.zeros(4)}
         for size in (4, 3)
@@ -327,7 +325,7 @@ def test_a_field_that_happens_to_be_as_long_as_a_document_is_named():
         Packed(documents, 8)[0]
 
 
-def test_a_document_without_a_field_of_tokens_is_named():
+def test_document_without_a_field_of_tokens_is_named():
     documents = [
         {"input_ids": np.arange(4), "mask": np.ones(4 if at != 29 else 3)}
         for at in range(40)
@@ -369,7 +367,7 @@ def test_text_unknown_pads_and_labels_without_a_name_are_refused():
         Packed([np.arange(3)], 4, pad_values={"foo": 1})[0]
 
 
-def test_documents_that_have_grown_are_refused_in_mid_epoch_and_taken_at_its_end():
+def test_packed_documents_may_grow_only_between_epochs():
     def loader(number):
         return sharded(DataLoader(Packed(Texts([5] * number), 12), batch_size=2), ONE)
 
@@ -388,7 +386,7 @@ def test_documents_that_have_grown_are_refused_in_mid_epoch_and_taken_at_its_end
         loader(20).load_state_dict(old.state_dict(), override=["pakced"])
 
 
-def test_a_packed_source_may_join_a_mixture():
+def test_packed_source_may_join_a_mixture():
     def loader(weights, **sources):
         mixture = Mixture(sources, weights, num_samples=12)
         return sharded(DataLoader(mixture, batch_size=2), ONE)
@@ -433,7 +431,7 @@ def test_documents_that_are_no_tokens_are_refused(document, says):
 
 
 @pytest.mark.parametrize("pad", [0.5, float("nan"), 2**70])
-def test_a_pad_value_that_the_field_cannot_hold_is_refused(pad):
+def test_pad_value_that_the_field_cannot_hold_is_refused(pad):
     with pytest.raises(
         (ValueError, OverflowError), match="pad_values|too large|too big"
     ):
@@ -470,7 +468,7 @@ def drawn_by_row(loader, epochs=1):
     return [sorted(set(row[row > 0].tolist())) for row in rows]
 
 
-def test_documents_that_are_drawn_again_have_other_numbers_and_so_have_those_of_other_sources():
+def test_packed_documents_drawn_again_have_new_random_numbers():
     small, large = Packed(Drawn([8] * 4), 8), Packed(Drawn([8] * 40), 8)
     twin = Packed(Drawn([8] * 40), 8)
     mixture = Mixture(
@@ -502,7 +500,7 @@ class Masked(paddle.io.Dataset):
 
 
 @pytest.mark.parametrize("documents", [Texts, Drawn])
-def test_what_is_drawn_for_a_row_is_of_its_own(documents):
+def test_packed_rows_have_random_numbers_of_their_own(documents):
     loader = sharded(
         DataLoader(Masked(Packed(documents([40] * 4), 8)), batch_size=4), ONE
     )
@@ -531,9 +529,7 @@ def test_reading_a_row_oneself_draws_for_its_documents_only():
 
 @pytest.mark.parametrize("lengths", [[3, 7, 12, 5, 5, 1, 9, 2, 4, 6, 6], [3, 7, 12, 5]])
 @pytest.mark.parametrize("in_the_loop", [True, False])
-def test_documents_that_have_grown_or_shrunk_are_resumed_from_the_end_of_an_epoch(
-    lengths, in_the_loop
-):
+def test_packed_documents_may_change_at_the_end_of_an_epoch(lengths, in_the_loop):
     def loader(lengths):
         documents = [np.full(length, number) for number, length in enumerate(lengths)]
         return sharded(

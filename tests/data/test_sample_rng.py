@@ -9,7 +9,7 @@ from paddle_shard.data.sample_rng import SampleRng
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_sample_rng_keeps_what_was_declared_after_a_read_without_look(declared):
+def test_sample_rng_keeps_the_declaration_after_a_plain_read(declared):
     """Two samples are read to know the data; they are seeded, whatever the data set has declared."""
     rng = SampleRng([PythonGenerator()], uses_rng=declared)
     with rng.reading(look=False, keep=True):

@@ -33,7 +33,7 @@ class DuckDistributed(BatchSampler):
         return self.length // (self.batch_size * self.nranks)
 
 
-def test_a_sampler_with_nranks_is_not_split_again():
+def test_sampler_with_nranks_is_not_split_again():
     got = on_each_rank(
         range(2),
         lambda: locals_of(
@@ -64,7 +64,7 @@ class OfTorch:
         return len(range(self.rank, self.length, self.num_replicas))
 
 
-def test_a_sampler_of_indices_that_draws_for_one_rank_is_refused_with_the_way_out_unless_that_is_said():
+def test_index_sampler_of_one_rank_is_refused_until_declared():
     def run(num_replicas=2, **options):
         sampler = BatchSampler(
             sampler=OfTorch(16, num_replicas, dist.get_rank() % num_replicas),
@@ -112,7 +112,7 @@ class Own(BatchSampler):
         self.rest = list(state["rest"])
 
 
-def test_a_samplers_state_is_of_its_data_rank_and_another_one_refuses_it():
+def test_sampler_state_is_refused_on_another_data_rank():
     def made():
         return sharded(
             DataLoader(Made(), batch_sampler=Own()), is_dataset_splitted=True
@@ -175,9 +175,7 @@ class ByEpoch(Yielded):
 
 @pytest.mark.parametrize("kind", [Yielded, ByEpoch])
 @pytest.mark.parametrize("stop", [1, 3, 4, 5, 8])
-def test_a_sampler_that_begins_behind_what_its_state_says_it_has_yielded_serves_every_epoch(
-    kind, stop
-):
+def test_sampler_that_begins_behind_its_state_serves_all_epochs(kind, stop):
     def made():
         return sharded(
             DataLoader(
@@ -216,7 +214,7 @@ def distributed(
     )
 
 
-def test_the_padding_of_paddles_sampler_is_marked():
+def test_padding_of_paddles_sampler_is_marked():
     def run():
         batches = iter(
             sharded(DataLoader(Made(length=7), batch_sampler=distributed(7)))
@@ -228,7 +226,7 @@ def test_the_padding_of_paddles_sampler_is_marked():
     assert got[1][-1] == ([6, 0], [True, False])
 
 
-def test_meshes_that_order_the_ranks_otherwise_refuse_data_that_is_split():
+def test_split_data_is_refused_by_meshes_of_different_order():
     pairs = Made(lambda i: (np.array(i), np.array(i)))
     with simulated_rank(0, 2):
         sampler = DuckDistributed(pairs, 2, 2, 0)
@@ -240,7 +238,7 @@ def test_meshes_that_order_the_ranks_otherwise_refuse_data_that_is_split():
             )
 
 
-def test_a_rank_on_no_mesh_gets_metadata_of_split_data_too():
+def test_rank_on_no_mesh_gets_metadata_of_split_data_too():
     pairs = Made(lambda i: (np.array(i), np.array(i)), 8)
 
     def run():
@@ -264,7 +262,7 @@ def test_split_items_are_refused_at_construction():
 @pytest.mark.parametrize(
     "cls", [DistributedBatchSampler, type("Sub", (DistributedBatchSampler,), {})]
 )
-def test_a_look_consumes_no_epoch_of_paddles_sampler(cls):
+def test_look_consumes_no_epoch_of_paddles_sampler(cls):
     loader = sharded(
         DataLoader(Made(), batch_sampler=distributed(cls=cls, shuffle=True))
     )
@@ -278,7 +276,7 @@ def test_a_look_consumes_no_epoch_of_paddles_sampler(cls):
     assert locals_of(loader) == [a for a, _ in pairs]
 
 
-def test_the_epoch_of_paddles_sampler_is_the_loaders():
+def test_epoch_of_paddles_sampler_is_the_loaders():
     sampler = distributed(shuffle=True)
     loader = sharded(DataLoader(Made(), batch_sampler=sampler))
     orders = []
@@ -290,7 +288,7 @@ def test_the_epoch_of_paddles_sampler_is_the_loaders():
     assert (loader.epoch, sampler.epoch) == (3, 3)
 
 
-def test_packed_rows_in_the_order_of_paddles_sampler_are_those_of_the_run():
+def test_packed_rows_in_paddles_order_are_those_of_the_run():
     def loader(window):
         rows = Packed([np.arange(8)] * 6, length=8, window=window)
         return sharded(
@@ -308,7 +306,7 @@ def test_packed_rows_in_the_order_of_paddles_sampler_are_those_of_the_run():
         loader(3).load_state_dict(first.state_dict())
 
 
-def test_a_sampler_of_paddle_that_leaves_no_batch_is_refused():
+def test_sampler_of_paddle_that_leaves_no_batch_is_refused():
     with pytest.raises(
         ArgumentError, match="leaves no batch: the loader's Made has 3 samples"
     ):
@@ -385,7 +383,7 @@ def test_set_epoch_reaches_the_sampler_inside_a_batch_sampler():
     assert locals_of(loader)[0] == [1, 2]
 
 
-def test_an_iterator_keeps_its_epoch():
+def test_iterator_keeps_its_epoch():
     class Batches(BatchSampler):
         epoch = 0
 
@@ -430,9 +428,7 @@ def test_dropping_everything_is_an_error_with_a_sampler_too():
 
 @pytest.mark.parametrize("inner", [True, False])
 @pytest.mark.parametrize("stop", [2, 6, 7, 13])
-def test_a_sampler_with_set_epoch_is_told_of_each_epoch_in_a_straight_run_as_in_a_resumed_one(
-    inner, stop
-):
+def test_sampler_set_epoch_is_called_alike_after_a_resume(inner, stop):
     """Only the resumed one told it, so that they drew other samples."""
 
     class Shuffled(paddle.io.Sampler):
@@ -507,7 +503,7 @@ class Stateful(BatchSampler):
 @pytest.mark.parametrize(
     "given", [{"dataset": Heavy(length=8)}, {"sampler": RandomSampler(Heavy(length=8))}]
 )
-def test_a_copy_of_a_sampler_shares_the_data_set_that_the_sampler_holds(given):
+def test_sampler_copy_shares_the_data_set(given):
     loader = sharded(
         DataLoader(Made(length=8), batch_sampler=Stateful(**given, batch_size=4)), ONE
     )
@@ -549,7 +545,7 @@ class Counts(BatchSampler):
     [lambda state: state, lambda state: json.loads(json.dumps(state))],
     ids=["as it is", "JSON"],
 )
-def test_what_a_sampler_has_saved_is_covered_by_the_checksum_of_a_state(way):
+def test_sampler_state_is_covered_by_the_checksum(way):
     def loader(extra=None):
         return sharded(DataLoader(Made(np.int64, 30), batch_sampler=Counts(extra)), ONE)
 
@@ -606,7 +602,7 @@ class Right(BatchSampler):
 
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("stops", [(2,), (7,), (12,), (2, 3, 4), (10, 5)])
-def test_each_sample_is_drawn_once_by_a_samplers_own_state(stops, inner):
+def test_sampler_with_a_state_draws_each_sample_once(stops, inner):
     def made():
         sampler = (
             Right()

@@ -63,7 +63,7 @@ lengths_of_shards = st.lists(st.integers(0, 12), min_size=1, max_size=9)
     counted=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_the_parts_together_are_every_sample_once(
+def test_parts_together_are_every_sample_once(
     lengths, num_parts, shuffled, counted, seed
 ):
     shards, stage = source(lengths, counted=counted, shuffle_shards=shuffled)
@@ -76,9 +76,7 @@ def test_the_parts_together_are_every_sample_once(
 
 
 @given(lengths=lengths_of_shards, num_parts=st.integers(1, 40))
-def test_counted_parts_differ_by_one_sample_at_most_and_their_lengths_are_known(
-    lengths, num_parts
-):
+def test_counted_parts_differ_by_at_most_one_sample(lengths, num_parts):
     _, stage = source(lengths)
 
     lengths_read = [len(part) for part in read_all(stage, num_parts)]
@@ -87,7 +85,7 @@ def test_counted_parts_differ_by_one_sample_at_most_and_their_lengths_are_known(
     assert stage.lengths(opening(num_parts)) == lengths_read
 
 
-def test_counted_parts_laid_end_to_end_are_the_shards_in_their_order():
+def test_counted_parts_joined_are_the_shards_in_order():
     shards, stage = source(UNEQUAL, shuffle_shards=False)
 
     parts = read_all(stage, 4)
@@ -114,7 +112,7 @@ def test_opening_after_s_samples_equals_dropping_s(counted, num_parts):
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_a_part_is_the_same_whoever_opens_it_with_whichever_others(counted):
+def test_shard_part_is_the_same_for_all_readers(counted):
     _, stage = source(UNEQUAL, counted=counted)
     together = [list(islice(items, 30)) for items in stage.open(opening(4))]
 
@@ -124,7 +122,7 @@ def test_a_part_is_the_same_whoever_opens_it_with_whichever_others(counted):
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_the_order_differs_between_epochs_rounds_and_seeds_and_repeats_for_the_same(
+def test_shard_order_depends_on_seed_epoch_and_round(
     counted,
 ):
     _, stage = source([3] * 20, counted=counted)
@@ -146,13 +144,13 @@ def test_counted_parts_open_only_the_files_they_need_and_seek():
     assert shards.opened == [("s1", 5), ("s2", 0)]
 
 
-def test_what_is_skipped_is_not_opened_where_it_is_counted():
+def test_shards_that_are_skipped_by_count_are_not_opened():
     shards, stage = source([10] * 6, shuffle_shards=False)
     list(stage.open(opening(1, skip=47))[0])
     assert shards.opened == [("s4", 7), ("s5", 0)]
 
 
-def test_nothing_is_opened_before_a_part_is_read():
+def test_shards_are_opened_when_a_part_is_read():
     shards, stage = source(UNEQUAL)
 
     stage.open(opening(4))
@@ -163,20 +161,19 @@ def test_nothing_is_opened_before_a_part_is_read():
     assert (stage.num_shards, stage.cuts, stage.endless) == (8, True, False)
 
 
-def test_fewer_uncounted_shards_than_parts_are_refused_with_the_ways_that_work():
+def test_uncounted_shards_fewer_than_parts_are_refused():
     _, stage = source([3, 3, 3], counted=False)
 
-    for call in (stage.open, stage.lengths):
-        with pytest.raises(
-            ArgumentError, match="3 shards cannot be assigned to 4 parts"
-        ) as caught:
-            call(opening(4))
-        for way in (
-            "at most 3",
-            "paddle-shard index",
-            "each reader reads all",
-        ):
-            assert way in str(caught.value)
+    with pytest.raises(
+        ArgumentError, match="3 shards cannot be assigned to 4 parts"
+    ) as caught:
+        stage.lengths(opening(4))
+    for way in (
+        "at most 3",
+        "paddle-shard index",
+        "each reader reads all",
+    ):
+        assert way in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +197,7 @@ def test_fewer_uncounted_shards_than_parts_are_refused_with_the_ways_that_work()
         ),  # and one that begins behind it
     ],
 )
-def test_a_shard_that_does_not_have_its_count_is_an_error(
+def test_shard_that_does_not_have_its_count_is_an_error(
     really, said, part, num_parts, text
 ):
     shards = Shards(really)
@@ -215,7 +212,7 @@ def test_a_shard_that_does_not_have_its_count_is_an_error(
     assert caught.value.shard == "s1"
 
 
-def test_a_shard_with_too_many_samples_is_found_before_its_last_one_is_delivered():
+def test_shard_with_too_many_samples_is_found_in_time():
     shards = Shards([4])
     stage = ShardSource(["s0"], shards.read, counts=[3])
     items = stage.open(opening(1))[0]
@@ -228,9 +225,7 @@ def test_a_shard_with_too_many_samples_is_found_before_its_last_one_is_delivered
 @pytest.mark.parametrize(
     ("counted", "skip"), [(True, 0), (False, 0), (True, 6), (False, 6)]
 )
-def test_a_failed_read_names_the_shard_and_the_sample_and_keeps_the_cause(
-    counted, skip
-):
+def test_shard_read_error_names_shard_and_sample(counted, skip):
     def read(name, start):
         for number in range(start, 5):
             if (name, number) == ("b", 3):
@@ -252,7 +247,7 @@ def test_a_failed_read_names_the_shard_and_the_sample_and_keeps_the_cause(
     assert (again.shard, again.offset, str(again)) == ("b", 3, str(caught.value))
 
 
-def test_a_shard_is_closed_when_a_part_ends_inside_it_or_is_left():
+def test_shard_is_closed_when_a_part_ends_inside_it_or_is_left():
     closed = []
 
     def read(name, skip):
@@ -281,7 +276,7 @@ def test_a_shard_is_closed_when_a_part_ends_inside_it_or_is_left():
         ({"shuffle_shards": False}, False),
     ],
 )
-def test_the_fingerprint_is_of_what_samples_and_order_depend_on(change, same):
+def test_fingerprint_is_of_what_samples_and_order_depend_on(change, same):
     settings = {"names": ["a", "b"], "counts": [1, 2]}
 
     before = ShardSource(**settings, read=iter).fingerprint()
@@ -290,7 +285,7 @@ def test_the_fingerprint_is_of_what_samples_and_order_depend_on(change, same):
     assert (before == after) is same
 
 
-def test_signatures_and_passwords_are_in_no_fingerprint_and_no_error():
+def test_shard_secrets_are_in_no_fingerprint_and_no_error():
     first, second = (
         ShardSource([f"https://u:pw@h/0.tar?sig={n}"], None) for n in (1, 2)
     )

@@ -55,7 +55,7 @@ def test_shared_list_is_shared_by_its_deep_copies():
     assert copy.deepcopy({"names": shared})["names"] is shared
 
 
-def test_a_list_that_could_not_be_made_leaves_no_file():
+def test_list_that_could_not_be_made_leaves_no_file():
     def broken():
         yield "first"
         raise RuntimeError

@@ -100,7 +100,7 @@ def loader(data, workers=0, batch_size=4):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_order_is_that_of_seed_and_epoch_whoever_reads_and_wherever_it_is_resumed(
+def test_shuffled_list_order_depends_on_seed_and_epoch_only(
     kind,
 ):
     straight, beside = loader(KINDS[kind]()), loader(KINDS[kind](), workers=2)
@@ -121,7 +121,7 @@ def test_the_order_is_that_of_seed_and_epoch_whoever_reads_and_wherever_it_is_re
     assert locals_of(resumed) == epochs[2]
 
 
-def test_what_the_user_gave_is_as_it_was():
+def test_shuffled_in_place_leaves_the_users_list():
     data = Around(Listed())
     for _ in range(2):
         locals_of(loader(data))
@@ -129,7 +129,7 @@ def test_what_the_user_gave_is_as_it_was():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_copy_for_reading_begins_with_the_number_that_the_user_set(workers):
+def test_shuffled_copy_begins_with_the_users_number(workers):
     data = Around(Counting())
     batches = loader(data, workers)
     epochs = [locals_of(batches) for _ in range(2)]
@@ -140,7 +140,7 @@ def test_copy_for_reading_begins_with_the_number_that_the_user_set(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
-def test_parts_that_split_themselves_each_shuffle_a_list_of_their_own(workers):
+def test_shuffled_parts_have_lists_of_their_own(workers):
     class Split(Listed):
         """Shuffled alike in each part, as by an epoch that all know; then each takes every P-th file."""
 
@@ -155,7 +155,7 @@ def test_parts_that_split_themselves_each_shuffle_a_list_of_their_own(workers):
 
 
 @pytest.mark.parametrize("kind", [Refuses, Closes])
-def test_what_cannot_be_copied_or_would_free_what_it_holds_is_read_as_it_is(kind):
+def test_shuffled_data_that_cannot_be_copied_is_read_as_it_is(kind):
     data = kind()
     assert sorted(row for batch in locals_of(loader(data)) for row in batch) == list(
         range(2 * FILES)
@@ -165,7 +165,7 @@ def test_what_cannot_be_copied_or_would_free_what_it_holds_is_read_as_it_is(kind
 
 
 @pytest.mark.parametrize(("length", "is_copied"), [(10, True), ((1 << 20) + 1, False)])
-def test_a_long_list_is_the_data_itself_and_not_copied(length, is_copied):
+def test_long_list_is_the_data_itself_and_not_copied(length, is_copied):
     class Holds(IterableDataset):
         def __init__(self):
             self.rows = [0] * length

@@ -36,7 +36,7 @@ def read(stage, kind, num_parts, parts=None, **what):
 
 
 @pytest.mark.parametrize("num_parts", [1, 3, 8])
-def test_the_parts_together_are_every_sample_once(stage, kind, num_parts):
+def test_parts_together_are_every_sample_once(stage, kind, num_parts):
     parts = read(stage, kind, num_parts)
     lengths = stage.lengths(Opening(parts=tuple(range(num_parts)), num_parts=num_parts))
 
@@ -54,7 +54,7 @@ def test_opening_after_some_samples_equals_dropping_them(stage, kind, num_parts)
         ]
 
 
-def test_a_part_is_the_same_whichever_others_are_opened_with_it(stage, kind):
+def test_part_is_the_same_whichever_others_are_opened_with_it(stage, kind):
     together = read(stage, kind, 3)
 
     assert [*read(stage, kind, 3, (2,)), *read(stage, kind, 3, (0, 1))] == [
@@ -63,19 +63,19 @@ def test_a_part_is_the_same_whichever_others_are_opened_with_it(stage, kind):
     ]
 
 
-def test_epochs_have_orders_of_their_own_and_an_epoch_always_the_same(stage, kind):
+def test_source_epochs_differ_and_each_repeats_its_order(stage, kind):
     first, again, other = (read(stage, kind, 2, epoch=epoch) for epoch in (1, 1, 2))
 
     assert first == again != other
     assert Counter(chain(*first)) == Counter(chain(*other))
 
 
-def test_a_worker_may_be_sent_it(stage, kind):
+def test_worker_may_be_sent_it(stage, kind):
     assert read(pickle.loads(pickle.dumps(stage)), kind, 3) == read(stage, kind, 3)
 
 
 @pytest.mark.parametrize("name", FILE_KINDS)
-def test_any_mesh_and_any_stop_give_the_batches_of_one_process(name, folder):
+def test_source_gives_the_batches_of_one_process_on_any_mesh(name, folder):
     # Counts of files do not matter to workers.
     workers_later = 0 if "counted" in name else 2
     check_laws(name, str(folder), 0, stops=[4], workers_later=workers_later)

@@ -15,7 +15,7 @@ def of_this_rank(says):
     return DataLoader(data, batch_size=2)
 
 
-def test_its_rows_are_not_split_again():
+def test_split_data_is_not_split_again():
     def run(says):
         loader = sharded(of_this_rank(says))
         return loader.is_dataset_splitted, locals_of(loader)
@@ -27,7 +27,7 @@ def test_its_rows_are_not_split_again():
     assert on_each_rank(range(2), lambda: run(False))[0] == (False, [[0], [2]])
 
 
-def test_it_needs_an_axis_as_the_argument_does():
+def test_split_data_needs_an_axis():
     with pytest.raises(
         ArgumentError, match="is_dataset_splitted=True needs shard_dims"
     ):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from paddle_shard import Stream
 from paddle_shard.core.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.data.external import IterableSource
 from paddle_shard.data.stages import (
@@ -192,16 +193,16 @@ def test_shuffle_reads_a_window_and_nothing_more():
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, None])
 def test_sizes_that_cannot_be_are_refused_by_name(wrong):
     with pytest.raises(ArgumentError, match=f"size must be an int >= 1, got {wrong!r}"):
-        Group(Parts([[]]), wrong)
+        Stream.of([]).batch(wrong)
     with pytest.raises(
         ArgumentError, match=f"window must be an int >= 1, got {wrong!r}"
     ):
-        Shuffle(Parts([[]]), wrong)
+        Stream.of([]).shuffle(wrong)
     if wrong is not None:  # without an end
         with pytest.raises(
             ArgumentError, match=f"times must be an int >= 1, got {wrong!r}"
         ):
-            Repeat(Parts([[]]), wrong)
+            Stream.of([]).repeat(wrong)
 
 
 # Rounds
@@ -214,7 +215,7 @@ def test_sizes_that_cannot_be_are_refused_by_name(wrong):
     says=st.booleans(),
     skip=st.integers(0, 25),
 )
-def test_in_rounds_tells_the_round_of_each_sample(parts, says, skip):
+def test_stage_in_rounds_numbers_the_round_of_each_sample(parts, says, skip):
     found = [
         list(islice(items, 15))
         for items in in_rounds(Parts(parts, says), opening(len(parts), skip=skip), None)

@@ -52,7 +52,7 @@ def texts(tmp_path):
 
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("num_parts", [1, 2, 5])
-def test_the_parts_together_are_every_line_once(texts, counts, num_parts):
+def test_parts_together_are_every_line_once(texts, counts, num_parts):
     paths, lines = texts
     source = lines_source(paths, counts=counts)
 
@@ -119,7 +119,7 @@ def tables(tmp_path):
 
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("num_parts", [1, 3, 4])
-def test_the_parts_together_are_every_row_once(tables, counts, num_parts):
+def test_parts_together_are_every_row_once(tables, counts, num_parts):
     paths, rows = tables
 
     parts = read_all(csv_source(paths, counts=counts), num_parts)
@@ -133,7 +133,7 @@ def test_the_parts_together_are_every_row_once(tables, counts, num_parts):
     )
 
 
-def test_without_a_header_rows_are_lists_and_the_first_is_one(tables):
+def test_csv_without_a_header_yields_lists(tables):
     [rows] = read_all(csv_source(tables[0][1], header=False, counts=True))
 
     assert rows == [["name", "text"], list(tables[1][5].values())]
@@ -166,7 +166,7 @@ def test_without_a_header_rows_are_lists_and_the_first_is_one(tables):
         (f"a\n{'1' * (1 << 18)}\n", r"row at byte 2 \(line 2\): .*field larger", 0),
     ],
 )
-def test_a_damaged_table_is_an_error_that_names_file_and_row(
+def test_damaged_table_is_an_error_that_names_file_and_row(
     text, match, offset, tmp_path
 ):
     path = tmp_path / "a.csv"
@@ -186,9 +186,7 @@ def test_a_damaged_table_is_an_error_that_names_file_and_row(
 
 @pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("at", [0, 1, 700, 1999])
-def test_a_line_that_is_no_utf8_is_named_and_those_before_it_are_read(
-    at, ending, tmp_path
-):
+def test_text_line_that_is_not_utf8_is_named_at_its_place(at, ending, tmp_path):
     path = tmp_path / "a.txt"
     lines = [b"\xff" if n == at else b"%d" % n for n in range(2000)]
     path.write_bytes(ending.join(lines))
@@ -203,7 +201,7 @@ def test_a_line_that_is_no_utf8_is_named_and_those_before_it_are_read(
 
 
 @pytest.mark.parametrize("skip", [0, 500, 999])
-def test_an_error_names_the_line_wherever_reading_began(skip, tmp_path):
+def test_error_names_the_line_wherever_reading_began(skip, tmp_path):
     path = tmp_path / "a.csv"
     good = "n\n" + "".join(f'"{n}\n"\n' for n in range(1000))
     path.write_text(good)
@@ -217,7 +215,7 @@ def test_an_error_names_the_line_wherever_reading_began(skip, tmp_path):
         read_all(source, skip=skip)
 
 
-def test_a_longer_field_is_read_where_it_is_allowed(tmp_path):
+def test_longer_field_is_read_where_it_is_allowed(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text(f"a\n{'1' * (1 << 18)}\n")
     before = csv.field_size_limit(1 << 20)
@@ -229,7 +227,7 @@ def test_a_longer_field_is_read_where_it_is_allowed(tmp_path):
     assert len(row["a"]) == 1 << 18
 
 
-def test_a_packed_file_that_is_cut_off_is_an_error(tmp_path):
+def test_packed_file_that_is_cut_off_is_an_error(tmp_path):
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress("\n".join(map(str, range(10_000))).encode())[:-20])
 
@@ -292,7 +290,7 @@ def test_remote_file_is_requested_once(monkeypatch):
     assert sum(int(last) + 1 - int(first) for first, last in spans) == len(content)
 
 
-def test_no_file_is_refused():
+def test_text_of_no_files_is_refused():
     with pytest.raises(ArgumentError, match="at least one file"):
         lines_source([])
 
@@ -336,7 +334,7 @@ def test_damaged_line_that_is_skipped_costs_its_own_row_only(
         list(sharded(DataLoader(stream, batch_size=4, num_workers=workers), ONE))
 
 
-def test_csv_lines_that_end_in_a_carriage_return_alone_are_an_error(tmp_path):
+def test_csv_lines_ending_in_a_lone_carriage_return_are_refused(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(b"a,b\r1,2\r3,4\r")
     for counts in (True, False):

@@ -54,7 +54,7 @@ def served(*batches, ranks=2, tail="pad", nominal=None):
         ("drop", None, None),
     ],
 )
-def test_a_short_last_batch_gets_the_tail(tail, nominal, last):
+def test_short_last_batch_gets_the_tail(tail, nominal, last):
     found = served([1, 2, 9, 4], [8, 5, 3], tail=tail, nominal=nominal)
 
     assert found == [([1, 2, 9, 4], 0)] + ([last] if last else [])
@@ -65,9 +65,7 @@ def test_a_short_last_batch_gets_the_tail(tail, nominal, last):
     ranks=st.integers(1, 3),
     nominal=st.sampled_from([None, 4, 12]),
 )
-def test_a_sampler_that_drops_its_last_batch_itself_is_served_whole(
-    sizes, ranks, nominal
-):
+def test_user_batches_of_a_sampler_with_drop_last_are_whole(sizes, ranks, nominal):
     """Buckets and token budgets end on a batch that is smaller than the nominal size, and mean it."""
     ids = iter(range(100))
     batches = [[next(ids) for _ in range(size * ranks)] for size in sizes]
@@ -85,7 +83,7 @@ def test_a_sampler_that_drops_its_last_batch_itself_is_served_whole(
     assert source.known_steps(LoaderState()) == len(batches)
 
 
-def test_a_last_batch_that_cannot_be_cut_evenly_is_refused_where_the_sampler_was_to_drop_it():
+def test_user_batches_refuse_an_uneven_last_batch():
     sampler = Batches([1, 2], [3], drop_last=True)
 
     with pytest.raises(
@@ -104,7 +102,7 @@ def test_fill_goes_up_to_the_nominal_size_and_round_the_batch():
     assert served([7], ranks=4, tail="pad") == [([7, 7, 7, 7], 3)]
 
 
-def test_batches_of_other_sizes_that_divide_are_served_as_they_are():
+def test_user_batches_may_have_other_sizes_that_divide():
     assert served([1, 2], [3, 4, 5, 6], [7, 8]) == [
         ([1, 2], 0),
         ([3, 4, 5, 6], 0),
@@ -112,7 +110,7 @@ def test_batches_of_other_sizes_that_divide_are_served_as_they_are():
     ]
 
 
-def test_a_batch_in_the_middle_that_does_not_divide_is_refused():
+def test_batch_in_the_middle_that_does_not_divide_is_refused():
     with pytest.raises(
         BatchSizeError,
         match=r"step 1 of the batch_sampler Batches: .* batch of 3 cannot",
@@ -129,12 +127,12 @@ def test_tail_error_refuses_a_short_last_batch():
 
 
 @pytest.mark.parametrize("bad", [3, "ab", {1, 2}])
-def test_what_is_no_list_of_indices_is_refused(bad):
+def test_user_batches_refuse_what_is_no_list_of_indices(bad):
     with pytest.raises(ArgumentTypeError, match="must yield lists of indices"):
         served(bad)
 
 
-def test_an_empty_batch_is_refused():
+def test_empty_batch_is_refused():
     with pytest.raises(ArgumentError, match="empty batch at step 0"):
         served([])
 
@@ -145,7 +143,7 @@ def test_indices_may_be_anything_and_numpy_ints_become_ints():
     assert all(type(index) is int for index in served([np.int64(1), np.int32(2)])[0][0])
 
 
-def test_a_sampler_without_a_length_still_serves():
+def test_sampler_without_a_length_still_serves():
     class Unsized:
         def __iter__(self):
             return iter([[0, 1], [2, 3]])
@@ -169,7 +167,7 @@ class Draws:
             yield np.random.permutation(1000)[:4].tolist()
 
 
-def test_drawing_is_the_same_whatever_the_generator_was_and_leaves_it_alone():
+def test_user_batches_draw_alike_and_restore_the_generator():
     def orders(global_seed, seed=0, epoch=0, interleave=False):
         np.random.seed(global_seed)
         before = np.random.get_state()[1].tolist()

@@ -98,7 +98,7 @@ def test_dict_inputs_checks_every_rank(demo):
 
 
 @shows("csv_stream.py", 2)
-def test_csv_stream_delivers_every_row_once_in_each_of_ten_epochs(demo):
+def test_csv_demo_delivers_every_row_once_an_epoch(demo):
     assert (
         demo.count(
             "10 epochs of 64 steps, 2 ranks x 4 workers: each of 1024 rows exactly once"
@@ -108,7 +108,7 @@ def test_csv_stream_delivers_every_row_once_in_each_of_ten_epochs(demo):
 
 
 @shows("webdataset_digits.py", 2, needs="webdataset")
-def test_webdataset_digits_trains_from_tars_on_disk_and_over_http(demo):
+def test_webdataset_demo_trains_from_disk_and_over_http(demo):
     assert (
         "10 tars of 37 to 253 samples, 2 processes x 2 workers: 8 epochs of 45 steps"
         in demo
@@ -169,7 +169,7 @@ def test_sequences_that_are_split_train_as_one_process_does(demo):
 
 
 @shows("context_parallel.py", 4, arguments=("--mesh", "1", "2", "2"))
-def test_sequences_and_heads_that_are_split_train_as_one_process_does(demo):
+def test_sequence_demo_trains_as_one_process_does(demo):
     assert "dp=1 x sep=2 x mp=2" in demo
     assert (
         float(re.search(r"in the order of the rows, by ([\d.e+-]+)", demo)[1]) <= 1e-4

@@ -27,7 +27,7 @@ def run_elastic(fault, seed, directory):
     return text
 
 
-def test_a_node_that_is_killed_and_comes_back_has_each_sample_trained_once(tmp_path):
+def test_elastic_demo_trains_each_sample_once_despite_a_kill(tmp_path):
     text = run_elastic("node", 1, tmp_path)
 
     assert re.search(r"at step \d+, \d+ s: node of node [01]\n", text)

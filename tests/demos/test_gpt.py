@@ -48,7 +48,7 @@ def run(tmp_path_factory):
     ]
 
 
-def test_the_losses_are_one_process_s(run):
+def test_losses_are_one_process_s(run):
     _, logs = run
 
     found = re.search(
@@ -62,7 +62,7 @@ def test_the_losses_are_one_process_s(run):
     assert float(found[3]) <= 1e-5
 
 
-def test_the_held_out_loss_is_exact_and_below_the_byte_entropy(run):
+def test_held_out_loss_is_exact_and_below_the_byte_entropy(run):
     report, logs = run
     length = len(report["held_out"])
     counts = Counter(report["held_out"]).values()
@@ -82,7 +82,7 @@ def test_the_held_out_loss_is_exact_and_below_the_byte_entropy(run):
     assert float(found[1]) < float(found[3])
 
 
-def test_the_loss_falls(run):
+def test_loss_falls(run):
     _, logs = run
 
     line = logs[0].split("loss at steps:\n")[1].splitlines()[0]
@@ -92,14 +92,14 @@ def test_the_loss_falls(run):
     assert losses[-1] < losses[0] / 2
 
 
-def test_no_byte_sees_a_later_one(run):
+def test_gpt_is_causal(run):
     """Or else a low loss would show nothing: byte 40 was changed."""
     report, _ = run
 
     assert report["first_moved"] == 40
 
 
-def test_only_rank_0_shows_progress(run):
+def test_gpt_shows_progress_on_rank_0_only(run):
     _, logs = run
 
     assert ["training:" in log for log in logs] == [True, False, False, False]

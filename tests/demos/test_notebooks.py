@@ -11,7 +11,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_prints_what_it_shows(path):
+def test_notebook_prints_what_it_shows(path):
     notebook = json.loads(path.read_text(encoding="utf-8"))
     shown = [
         cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"
@@ -25,7 +25,7 @@ def test_a_notebook_prints_what_it_shows(path):
     assert sum(map(bool, shown)) >= 2
 
 
-def test_there_is_one_for_each_of_the_first_tasks():
+def test_notebooks_cover_the_first_tasks():
     assert [path.stem for path in NOTEBOOKS] == [
         "first_steps",
         "mixtures_and_packing",

@@ -9,7 +9,7 @@ from tests.demos.test_resume import run_demo
 pytestmark = pytest.mark.multiprocess
 
 
-def test_a_killed_and_resumed_run_on_a_mixture_of_packed_texts_is_the_straight_run(
+def test_pretrain_demo_killed_and_resumed_is_the_straight_run(
     tmp_path,
 ):
     code, text, left = run_demo([], tmp_path, "pretrain.py")

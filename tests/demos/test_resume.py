@@ -86,7 +86,7 @@ def runs(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_that_is_killed_and_resumed_is_the_straight_run(name, runs):
+def test_run_that_is_killed_and_resumed_is_the_straight_run(name, runs):
     (future, directory), (_, killed, resumed) = runs[name], RUNS[name]
     code, text, left = future.result()
 
@@ -119,7 +119,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_straight_run(name, runs):
     assert list(directory.iterdir()) == []
 
 
-def test_a_step_that_cannot_be_killed_is_refused(tmp_path):
+def test_step_that_cannot_be_killed_is_refused(tmp_path):
     code, text, _ = run_demo(["--kill-at", "91"], tmp_path)
 
     assert code == 1

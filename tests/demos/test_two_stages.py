@@ -19,7 +19,7 @@ LAYOUTS = {8: ["docstring", "partial gradient"], 4: ["data parallel"]}
     ("name", "num_ranks"),
     [("docstring", 8), ("partial gradient", 8), ("data parallel", 4)],
 )
-def test_the_losses_are_those_of_one_process(name, num_ranks, run_case):
+def test_losses_are_those_of_one_process(name, num_ranks, run_case):
     reports = run_case(WORKER, num_ranks, name, LAYOUTS[num_ranks])
 
     assert sum(report["stage"] for report in reports) == num_ranks // 2
@@ -73,7 +73,7 @@ def test_ranks_are_paired_by_position(rank, index, peer, as_rank):
     assert (stages.index, stages.peer) == (index, peer)
 
 
-def test_a_call_of_the_other_stage_is_refused(as_rank):
+def test_call_of_the_other_stage_is_refused(as_rank):
     as_rank(1, 2)
     stages = Stages(mesh([[0]]), mesh([[1]]))
 
@@ -91,7 +91,7 @@ def test_a_call_of_the_other_stage_is_refused(as_rank):
         ([[0, 2]], 2, False, "this stage on"),
     ],
 )
-def test_an_activation_that_would_arrive_as_another_is_refused(
+def test_activation_that_would_arrive_as_another_is_refused(
     ids, rows, partial, text, as_rank
 ):
     import paddle

@@ -13,7 +13,7 @@ WORKER = Path(__file__).parent / "checkpoints_worker.py"
 
 @pytest.mark.gpu
 @needs_two
-def test_what_is_split_over_devices_is_loaded_as_it_is_split_then(tmp_path):
+def test_checkpoints_load_on_devices_under_another_split(tmp_path):
     ranks = launch_ranks(
         WORKER,
         2,

@@ -94,7 +94,7 @@ KINDS |= NOT_AHEAD
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_costs_one_copy_a_leaf_and_waits_for_nothing(kind, counters):
+def test_step_costs_one_copy_a_leaf_and_waits_for_nothing(kind, counters):
     found = counted(KINDS[kind](), counters)
 
     assert found.pop("h2d_async") == (2 * STEPS, BATCH * STEPS, 2 * STEPS), (
@@ -130,9 +130,7 @@ class OneBuffer(Data):
 
 @pytest.mark.parametrize("data", [None, OneBuffer])
 @pytest.mark.parametrize("kind", NOT_AHEAD)
-def test_a_copy_that_is_queued_reads_what_its_batch_held_when_it_was_asked_for(
-    kind, data, plugin
-):
+def test_queued_copy_reads_its_batch_as_it_was(kind, data, plugin):
     batches = iter(NOT_AHEAD[kind](data and data()))
     found = [next(batches)]
     plugin.standin_close(COMPUTE)
@@ -150,9 +148,7 @@ def test_a_copy_that_is_queued_reads_what_its_batch_held_when_it_was_asked_for(
 
 
 @pytest.mark.parametrize("kind", NOT_AHEAD)
-def test_a_dropped_loader_keeps_the_memory_of_what_is_queued_and_waits_for_nothing(
-    kind, plugin
-):
+def test_queued_copies_outlive_a_dropped_loader_without_waiting(kind, plugin):
     """A signal's handler that raises while it waited would be lost, and the memory with it."""
     for _ in range(3):
         batches = iter(NOT_AHEAD[kind]())
@@ -175,7 +171,7 @@ def test_a_dropped_loader_keeps_the_memory_of_what_is_queued_and_waits_for_nothi
         del noise
 
 
-def test_a_loop_may_compute_in_several_streams(plugin):
+def test_loop_may_compute_in_several_streams(plugin):
     """The first batch's copy is queued behind the work of one, and the second's, in another, is over at once."""
     other = paddle.device.Stream("standin:0")
     batches = iter(KINDS["plain"]())
@@ -207,7 +203,7 @@ def test_device_queue_frees_memory_of_a_dropped_loader():
     assert sum(map(len, device._copies_to.values())) <= 1
 
 
-def test_a_forked_child_that_drops_a_loader_does_not_wait_for_its_parents_device(
+def test_forked_child_does_not_wait_for_the_parents_device(
     plugin,
 ):
     batches = iter(KINDS["plain"]())
@@ -228,7 +224,7 @@ def test_a_forked_child_that_drops_a_loader_does_not_wait_for_its_parents_device
     assert held[0]._local_value().numpy().tolist() == ROWS[:8].tolist()
 
 
-def test_other_threads_run_while_a_step_waits_until_less_is_queued(plugin):
+def test_queued_copies_let_other_threads_run_while_full(plugin):
     """Host memory that is not copied yet is held, so that some copies at most are queued."""
     batches, ran, over = iter(NOT_AHEAD["prefetch 0"]()), [], threading.Event()
 
@@ -248,7 +244,7 @@ def test_other_threads_run_while_a_step_waits_until_less_is_queued(plugin):
     assert max(np.diff([began, *ran, began + took])) < took / 2, f"of {took:.3f} s"
 
 
-def test_rows_that_are_scattered_are_taken_without_an_index_that_is_copied(monkeypatch):
+def test_scattered_rows_need_no_index_on_the_device(monkeypatch):
     """A copy of an array to a GPU, as paddle.to_tensor makes it, waits for all that is queued there."""
     dataloader, two = given(), dist.ProcessMesh([0, 1], dim_names=["dp"])
     dataloader.batch_sampler._acc_steps = 2
@@ -262,7 +258,7 @@ def test_rows_that_are_scattered_are_taken_without_an_index_that_is_copied(monke
     assert indices.numpy().tolist() == list(range(16))
 
 
-def test_a_copy_leaves_the_current_place_as_it_is(monkeypatch):
+def test_copy_leaves_the_current_place_as_it_is(monkeypatch):
     """It is the same for all threads: another one may be reading on the CPU, or computing on another device."""
     seen, current_stream = [], paddle.device.current_stream
 
@@ -279,7 +275,7 @@ def test_a_copy_leaves_the_current_place_as_it_is(monkeypatch):
     assert seen == ["standin:0"]
 
 
-def test_a_place_may_be_that_of_a_tensor(plugin):
+def test_place_may_be_that_of_a_tensor(plugin):
     """It is an object of another class, which Paddle takes for no choice of a device where it makes an event."""
     other = paddle.CustomPlace("standin", 1)
     maker = TensorMaker(paddle.ones([1])._copy_to(other, True).place)
@@ -296,7 +292,7 @@ def test_a_place_may_be_that_of_a_tensor(plugin):
     ] * 2
 
 
-def test_samples_that_are_device_tensors_are_stacked_on_the_device(monkeypatch):
+def test_device_samples_are_stacked_on_the_device(monkeypatch):
     """Operators run by fallback here, with copies of their own, so the copies say nothing."""
     stacked = []
     stack = paddle.stack
@@ -377,7 +373,7 @@ def ended_well(code, megabytes):
     return done
 
 
-def test_what_is_queued_of_a_batch_that_does_not_fit_on_the_device_keeps_its_memory():
+def test_queued_part_of_a_batch_that_does_not_fit_is_kept():
     """The device reads it after the error, when it has done what was queued before."""
     code = """
 import ctypes, gc, os
@@ -412,7 +408,7 @@ print("lives")
     assert done.stdout == "not there True\nlives\n"
 
 
-def test_too_little_memory_on_the_device_names_the_step_and_does_not_hang():
+def test_device_out_of_memory_names_the_step():
     code = """
 import numpy as np, paddle, paddle.distributed as dist
 paddle.set_device("standin:0")

@@ -149,7 +149,7 @@ def passes(kind, places):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_batch_is_on_the_device_with_the_bytes_of_the_cpu(kind):
+def test_device_batches_of_all_kinds_have_the_bytes_of_the_cpu(kind):
     on_device, on_cpu = passes(kind, [PLACE]), passes(kind, [CPU])
 
     tensors = [
@@ -216,7 +216,7 @@ def nothing_in_a_row(samples):
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 0}], ids=str)
-def test_what_is_empty_is_where_the_batch_is(options, with_views):
+def test_empty_fields_are_on_the_device_of_the_batch(options, with_views):
     given_ = given(collate_fn=nothing_in_a_row, places=[PLACE])
     for batch in paddle_shard.shard_dataloader(
         given_, MESH, shard_dims="dp", **options
@@ -225,7 +225,7 @@ def test_what_is_empty_is_where_the_batch_is(options, with_views):
         assert [leaf.shape for leaf in batch[1:]] == [[len(batch[0]), 0]] * 3
 
 
-def test_what_a_collate_function_makes_on_the_device_stays_there():
+def test_collate_fn_tensors_on_the_device_stay_there():
     loader = paddle_shard.shard_dataloader(
         given(collate_fn=device_tensors), MESH, shard_dims="dp"
     )
@@ -238,7 +238,7 @@ def test_what_a_collate_function_makes_on_the_device_stays_there():
     ] == list(range(45))
 
 
-def test_a_batch_that_the_user_holds_keeps_its_numbers():
+def test_batch_that_the_user_holds_keeps_its_numbers():
     loader = paddle_shard.shard_dataloader(given(), MESH, shard_dims="dp")
 
     held = list(loader)  # all at once, while later batches are copied
@@ -265,7 +265,7 @@ class OneMemory(Data):
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 2}], ids=str)
-def test_a_data_set_may_use_its_memory_again_for_the_next_batch(options):
+def test_data_set_may_use_its_memory_again_for_the_next_batch(options):
     loader = paddle_shard.shard_dataloader(
         given(OneMemory(), places=[PLACE]), MESH, shard_dims="dp", **options
     )

@@ -63,7 +63,7 @@ def rows(device, workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
-def test_samples_draw_the_same_and_leave_the_users_generators_alone(device, workers):
+def test_device_samples_draw_alike_and_restore_generators(device, workers):
     paddle.seed(5)
     found = rows(device, workers)
 
@@ -88,7 +88,7 @@ def order(device):
         paddle.set_device(DEVICE)
 
 
-def test_a_sampler_draws_the_same_order_on_every_place():
+def test_sampler_draws_the_same_order_on_every_place():
     """Paddle's SubsetRandomSampler calls `paddle.randperm`, which draws from the generator of the current place."""
     found = order(DEVICE)
 
@@ -134,7 +134,7 @@ def test_samples_are_read_on_the_cpu_and_the_users_device_stays():
 
 
 @needs_two
-def test_a_thread_that_reads_does_not_undo_the_users_set_device():
+def test_thread_that_reads_does_not_undo_the_users_set_device():
     batches = iter(loader_of(paddle.io.DataLoader(Places(), batch_size=4)))
     paddle.set_device(OTHER)
     try:
@@ -144,7 +144,7 @@ def test_a_thread_that_reads_does_not_undo_the_users_set_device():
         paddle.set_device(DEVICE)
 
 
-def test_samples_that_make_tensors_are_read_on_the_loops_thread_where_these_stay_in_host_memory():
+def test_device_samples_of_host_tensors_are_read_by_the_loop():
     data = Places(tensors=True)
     batches = iter(loader_of(paddle.io.DataLoader(data, batch_size=4)))
     list(batches)
@@ -152,7 +152,7 @@ def test_samples_that_make_tensors_are_read_on_the_loops_thread_where_these_stay
     assert set(data.seen) == {("cpu", True)}
 
 
-def test_the_users_device_stays_when_reading_fails():
+def test_users_device_stays_when_reading_fails():
     class Fails(Draws):
         def __getitem__(self, index):
             raise ValueError(index)

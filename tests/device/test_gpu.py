@@ -82,7 +82,7 @@ def test_next_does_not_wait_for_what_the_device_has_to_compute(way, work):
 @pytest.mark.skipif(
     not ON_GPU, reason="on the stand-in an operator is run on the CPU, which waits"
 )
-def test_next_does_not_wait_where_rows_are_scattered_or_fields_are_empty(work):
+def test_next_does_not_wait_for_scattered_rows_or_empty_fields(work):
     def collate(samples):
         rows, indices = zip(*samples, strict=True)
         return [np.stack(rows), np.array(indices), np.empty([len(rows), 0], "float32")]
@@ -148,7 +148,7 @@ print("this library", used())
 
 
 @pytest.mark.skipif(not ON_GPU or COUNT < 2, reason="needs two GPUs")
-def test_a_rank_takes_memory_of_its_own_gpu_only():
+def test_rank_takes_memory_of_its_own_gpu_only():
     """A context on another GPU takes some 500 MB there, and so do those of all ranks on the first GPU."""
     done = subprocess.run(
         [sys.executable, "-c", CONTEXTS],
@@ -187,7 +187,7 @@ def test_batches_hold_their_numbers_while_the_device_computes(way, work):
         assert (rows.numpy() == Data().steps + index.numpy()[:, None]).all()
 
 
-def test_a_step_takes_its_work_and_its_copy(work):
+def test_step_takes_its_work_and_its_copy(work):
     """The copy is queued behind the work, and nothing stands still between them."""
     busy, took = 0.02, {}
     given = paddle.io.DataLoader(Data(), batch_size=ROWS, places=place())

@@ -40,5 +40,5 @@ def test_rows_and_losses_are_those_of_the_cpu(jobs, case):
         )
 
 
-def test_what_is_compared_is_what_was_read_and_nothing_is_copied_back(jobs):
+def test_verify_on_a_device_copies_nothing_back(jobs):
     assert [rank["copied back"] for rank in jobs["standin"]] == [0, 0]

@@ -46,7 +46,7 @@ def targets(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_in_chinese_says_what_the_english_one_says(page):
+def test_page_in_chinese_says_what_the_english_one_says(page):
     one, two = page.read_text(), english(page).read_text()
     assert blocks(page) == blocks(english(page))
     assert re.findall("^#+", one, re.MULTILINE) == re.findall("^#+", two, re.MULTILINE)
@@ -65,7 +65,7 @@ def test_a_page_in_chinese_says_what_the_english_one_says(page):
     ]
 
 
-def test_the_pages_that_a_newcomer_needs_are_there():
+def test_pages_that_a_newcomer_needs_are_there():
     assert {"checkpoint.md", "from_paddle.md", "trainers.md", "troubleshooting.md"} <= {
         page.name for page in PAGES
     }

@@ -80,7 +80,7 @@ def code_in(page):
     ],
     ids=name_of,
 )
-def test_the_python_of_a_page_runs(page, tmp_path):
+def test_python_of_a_page_runs(page, tmp_path):
     for extra in EXTRAS.get(page.name, ()):
         pytest.importorskip(extra)
     (tmp_path / "work").mkdir()
@@ -245,11 +245,11 @@ def test_tests_that_a_page_names_exist(page, fewest):
         ), code
 
 
-def test_no_page_is_left_out_of_the_readme():
+def test_readme_links_every_page():
     linked = re.findall(r"\(docs/(\w+\.md)\)", (ROOT / "README.md").read_text())
 
     pages = [page.name for page in (ROOT / "docs").glob("*.md")]
-    assert sorted([*linked, "index.md"]) == sorted(pages)
+    assert {*linked, "index.md"} == set(pages)
 
 
 def test_page_for_agents_is_short_and_says_when_to_read_it():
@@ -261,7 +261,7 @@ def test_page_for_agents_is_short_and_says_when_to_read_it():
     )
 
 
-def test_every_page_is_in_llms_txt():
+def test_llms_txt_lists_every_page():
     linked = re.findall(r"\(docs/(\w+\.md)\)", (ROOT / "llms.txt").read_text())
 
     pages = {page.name for page in (ROOT / "docs").glob("*.md")}

@@ -14,7 +14,7 @@ for guide in pkgutil.iter_modules(migration.__path__):
 
 
 @pytest.mark.parametrize("line", lines(), ids=lambda line: f"{line[0]}: {line[1]}"[:90])
-def test_a_line_keeps_its_promise(line, tmp_path, monkeypatch):
+def test_line_keeps_its_promise(line, tmp_path, monkeypatch):
     found = cases_of(line)
     assert len(found) == 1, f"{len(found)} cases for this line: {line}"
     monkeypatch.chdir(tmp_path)
@@ -22,7 +22,7 @@ def test_a_line_keeps_its_promise(line, tmp_path, monkeypatch):
     CASES[found[0]](Side(line[2]), Side(line[1]))
 
 
-def test_each_case_is_of_a_line_of_the_page():
+def test_migration_cases_are_of_lines_of_the_page():
     used = [key for line in lines() for key in cases_of(line)]
 
     assert sorted(used) == sorted(CASES)

@@ -22,7 +22,7 @@ def texts():
     return "\n".join(found)
 
 
-def test_each_error_has_its_place_and_each_text_is_one_of_the_package():
+def test_errors_page_lists_each_error_of_the_package():
     page = (ROOT / "docs/troubleshooting.md").read_text()
     public = {
         name
@@ -42,14 +42,14 @@ def test_each_error_has_its_place_and_each_text_is_one_of_the_package():
     assert missing == []
 
 
-def test_each_public_name_is_in_the_reference():
+def test_site_reference_has_each_public_name():
     found = re.findall(
         r"^::: paddle_shard\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE
     )
     assert sorted(found) == sorted(set(paddle_shard.__all__) - {"__version__"})
 
 
-def test_each_page_is_in_the_navigation_once():
+def test_site_navigation_has_each_page_once():
     listed = re.findall(
         r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE
     )

@@ -55,7 +55,7 @@ def leave(loader, steps, how):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_left_at_any_step_is_gone_on_with_where_it_was_left(workers, rng):
+def test_epoch_left_at_any_step_resumes_there(workers, rng):
     before = children()
     for steps in sorted({0, 1, STEPS, *rng.sample(range(2, STEPS), draws(STEPS - 2))}):
         kind, how = (
@@ -105,7 +105,7 @@ def test_loaders_that_are_read_by_turns_do_not_meet(rng):
     assert found == [ALL] * 3
 
 
-def test_what_befalls_one_loader_does_not_befall_another(rng):
+def test_loaders_do_not_share_failures(rng):
     bad = rng.randrange(LENGTH)
 
     def fault(number):
@@ -139,7 +139,7 @@ def test_what_befalls_one_loader_does_not_befall_another(rng):
     assert read + numbers(other) == ALL
 
 
-def test_both_of_two_passes_over_one_loader_are_whole_and_the_state_is_the_newers(rng):
+def test_two_passes_are_whole_and_the_state_is_the_newer_ones(rng):
     loader = loader_of(
         rng.choice(KINDS), LENGTH, workers=rng.randrange(3), **drawn_options(rng)
     )
@@ -155,9 +155,7 @@ def test_both_of_two_passes_over_one_loader_are_whole_and_the_state_is_the_newer
 @pytest.mark.parametrize("how", ["handler", "thread"])
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_closing_an_iterator_that_waits_ends_its_loop_but_not_the_epoch(
-    workers, prefetch, how
-):
+def test_closing_an_iterator_that_waits_does_not_end_the_epoch(workers, prefetch, how):
     def read(index):
         time.sleep(0.1 * (index >= 8))
         return np.array(index)
@@ -188,7 +186,7 @@ def test_closing_an_iterator_that_waits_ends_its_loop_but_not_the_epoch(
     assert found == [list(range(at, at + 4)) for at in range(0, 40, 4)]
 
 
-def test_what_the_ranks_say_of_an_iterator_that_is_closed_meanwhile_is_no_error():
+def test_error_of_an_iterator_closed_meanwhile_is_not_raised():
     loader = sharded(DataLoader(Made(length=8), batch_size=4), ONE)
     batches = iter(loader)
     next(batches)
@@ -204,3 +202,19 @@ def test_what_the_ranks_say_of_an_iterator_that_is_closed_meanwhile_is_no_error(
     assert list(batches) == list(batches) == []
     assert loader.epoch == 0
     assert locals_of(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("how", ["exhaust", "break", "raise"])
+def test_loader_dropped_without_collection_leaves_no_workers(how, rng):
+    before = children()
+    gc.disable()
+    try:
+        for kind in KINDS:
+            loader = loader_of(
+                kind, LENGTH, workers=2, settings={"persistent_workers": True}
+            )
+            leave(loader, 2 * STEPS if how == "exhaust" else 2, how)
+            del loader
+            assert waited_for(lambda: children() - before, HANG) == set()
+    finally:
+        gc.enable()

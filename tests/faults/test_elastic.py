@@ -9,9 +9,7 @@ from tests.launch.elastic_hosts import ElasticHosts, elastic_demo
 pytestmark = [pytest.mark.multiprocess, pytest.mark.leaves, pytest.mark.only_in_rounds]
 
 
-def test_a_node_whose_launcher_or_rank_is_killed_or_told_to_end_or_frozen_past_its_lease_costs_no_sample(
-    rng, tmp_path
-):
+def test_elastic_node_killed_stopped_or_frozen_costs_no_sample(rng, tmp_path):
     text = run_elastic(
         rng.choice(elastic_demo().FAULTS), rng.randrange(10**6), tmp_path
     )
@@ -19,7 +17,7 @@ def test_a_node_whose_launcher_or_rank_is_killed_or_told_to_end_or_frozen_past_i
     assert "epoch 1: each sample exactly once" in text
 
 
-def test_a_host_that_is_cut_off_for_longer_than_its_lease_comes_back_and_no_sample_is_lost(
+def test_elastic_host_cut_off_past_its_lease_loses_no_sample(
     commands,  # noqa: F811
     two_hosts,  # noqa: F811
     rng,

@@ -123,9 +123,7 @@ def assert_whole(before, state, base, **how):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_tar_cut_off_anywhere_is_named_and_mended_it_is_gone_on_with(
-    workers, rng, folder
-):
+def test_tar_cut_anywhere_is_named_and_resumed_once_mended(workers, rng, folder):
     for _ in range(4):
         name, index = (
             rng.choice(sorted(TARS)),
@@ -150,7 +148,7 @@ def test_a_tar_cut_off_anywhere_is_named_and_mended_it_is_gone_on_with(
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_damaged_byte_is_an_error_or_in_one_files_content(packed, rng, tmp_path):
+def test_damaged_byte_is_an_error_or_in_one_files_content(packed, rng, tmp_path):
     """A tar has a sum over each header, and none over what is in a file; packed, it has one over all."""
     path = tmp_path / ("one.tar.gz" if packed else "one.tar")
     whole = gzip.compress(TARS["000.tar"], mtime=0) if packed else TARS["000.tar"]
@@ -177,7 +175,7 @@ def test_a_damaged_byte_is_an_error_or_in_one_files_content(packed, rng, tmp_pat
     assert named
 
 
-def test_a_sample_that_cannot_be_decoded_is_named_by_shard_and_key(rng, folder):
+def test_undecodable_sample_is_named_by_shard_and_key(rng, folder):
     bad = rng.randrange(TOTAL)
     shard = next(i for i in range(4) if bad < sum(LENGTHS[: i + 1]))
     name = f"{shard:03d}.tar"
@@ -198,7 +196,7 @@ def test_a_sample_that_cannot_be_decoded_is_named_by_shard_and_key(rng, folder):
     assert f"'{bad:04d}'" in str(failure)
 
 
-def test_an_index_cut_short_anywhere_is_refused(rng, folder):
+def test_index_cut_short_anywhere_is_refused(rng, folder):
     path = folder / "index.json"
     text = path.read_bytes()
     for at in [0, *rng.sample(range(len(text) - 2), 60)]:
@@ -211,7 +209,7 @@ def test_an_index_cut_short_anywhere_is_refused(rng, folder):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_server_that_drops_and_stalls_costs_no_sample_and_no_step(
+def test_server_that_drops_and_stalls_costs_no_sample(
     workers, rng, folder, monkeypatch
 ):
     monkeypatch.setattr(files, "TIMEOUT", 0.3)
@@ -237,9 +235,7 @@ def test_a_server_that_drops_and_stalls_costs_no_sample_and_no_step(
 
 
 @pytest.mark.parametrize("ill", ["gone", "stalls", "refuses"])
-def test_a_server_that_is_gone_is_given_up_soon_and_named_and_back_it_is_gone_on_with(
-    ill, rng, monkeypatch
-):
+def test_server_that_is_gone_is_named_and_resumed_once_back(ill, rng, monkeypatch):
     monkeypatch.setattr(files, "TIMEOUT", 0.2)
     workers = rng.choice([0, 2])
     with serving(TARS) as server:
@@ -315,9 +311,7 @@ def small_disk(path, options):
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def test_a_full_disk_is_said_leaves_no_half_file_and_with_room_it_is_gone_on_with(
-    rng, tmp_path
-):
+def test_full_disk_is_named_and_leaves_no_half_file(rng, tmp_path):
     sizes = sorted(len(content) for content in TARS.values())
     room = rng.randrange(4096, sum(sizes) - 4096) // 4096 * 4096
     with small_disk(tmp_path / "disk", f"size={room}") as disk, serving(TARS) as server:
@@ -337,7 +331,7 @@ def test_a_full_disk_is_said_leaves_no_half_file_and_with_room_it_is_gone_on_wit
         assert len(kept(disk)) == len(TARS)
 
 
-def test_a_disk_without_room_for_another_file_is_said_too(tmp_path):
+def test_disk_without_room_for_another_file_is_said_too(tmp_path):
     with (
         small_disk(tmp_path / "disk", "size=10m,nr_inodes=3") as disk,
         serving(TARS) as server,
@@ -348,7 +342,7 @@ def test_a_disk_without_room_for_another_file_is_said_too(tmp_path):
         assert str(disk) in str(failure)
 
 
-def test_a_file_that_may_grow_no_further_is_said_and_leaves_no_half_file(rng, tmp_path):
+def test_file_size_limit_is_named_and_leaves_no_half_file(rng, tmp_path):
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     disk = tmp_path / "disk"
@@ -365,9 +359,7 @@ def test_a_file_that_may_grow_no_further_is_said_and_leaves_no_half_file(rng, tm
         assert_whole(found, loader.state_dict(), server.url, cache_dir=str(disk))
 
 
-def test_a_worker_killed_in_the_middle_of_a_download_leaves_nothing_that_is_taken_for_a_file(
-    rng, tmp_path
-):
+def test_worker_killed_in_a_download_leaves_no_partial_file(rng, tmp_path):
     disk = tmp_path / "disk"
     with serving(TARS, stalls=[rng.randrange(1, 30_000)]) as server:
         before = children()
@@ -396,7 +388,7 @@ def test_a_worker_killed_in_the_middle_of_a_download_leaves_nothing_that_is_take
         )
 
 
-def test_a_child_forked_during_a_download_that_fails_does_not_keep_the_lock(tmp_path):
+def test_child_forked_in_a_failing_download_frees_the_lock(tmp_path):
     disk = str(tmp_path / "disk")
     with serving(TARS, stalls=[5000], statuses=[200, 404]) as server:
         url = f"{server.url}/000.tar"

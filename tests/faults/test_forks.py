@@ -25,7 +25,7 @@ ALL = list(range(LENGTH))
 
 
 @pytest.mark.parametrize("kind", ["map", "cut"])
-def test_a_loader_serves_in_a_fork_as_in_its_parent_before_use_and_after(kind, rng):
+def test_loader_serves_in_a_fork_as_in_its_parent(kind, rng):
     for persistent in (False, True):
         workers, steps = rng.choice([0, 1, 2]), rng.randrange(1, 12)
         settings = {"persistent_workers": persistent and workers > 0}
@@ -45,7 +45,7 @@ def test_a_loader_serves_in_a_fork_as_in_its_parent_before_use_and_after(kind, r
 # What follows is tried in a child and its own fork, as it may hang both.
 
 
-def test_a_loader_with_persistent_workers_serves_in_a_fork_after_an_epoch_too():
+def test_loader_with_persistent_workers_serves_in_a_fork():
     def parent():
         loader = loader_of(
             "map", LENGTH, workers=2, settings={"persistent_workers": True}
@@ -62,7 +62,7 @@ def test_a_loader_with_persistent_workers_serves_in_a_fork_after_an_epoch_too():
 
 
 @pytest.mark.parametrize("how", ["close", "delete"])
-def test_what_a_fork_does_with_an_iterator_of_its_parent_does_not_end_the_parents(how):
+def test_iterator_outlives_what_a_fork_does_with_it(how):
     def parent():
         held = [iter(loader_of("map", LENGTH, workers=2))]
         read, *_ = read_until(held[0], steps=2)
@@ -79,7 +79,7 @@ def test_what_a_fork_does_with_an_iterator_of_its_parent_does_not_end_the_parent
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
-def test_reading_an_iterator_of_the_parent_on_in_a_fork_is_an_error(kind):
+def test_iterator_of_the_parent_is_an_error_in_a_fork(kind):
     def parent():
         batches = iter(loader_of(kind, LENGTH, workers=2))
         read, *_ = read_until(batches, steps=2)
@@ -89,7 +89,7 @@ def test_reading_an_iterator_of_the_parent_on_in_a_fork_is_an_error(kind):
     assert in_a_fork(parent, 2 * HANG) == [ALL, True]
 
 
-def test_a_fork_drops_an_iterator_of_its_parent_whatever_locks_were_held_when_it_was_made():
+def test_fork_drops_the_parents_iterator_despite_held_locks():
     def parent():
         batches, lock = iter(loader_of("map", LENGTH, prefetch=0)), threading.Lock()
         next(batches)
@@ -104,7 +104,7 @@ def test_a_fork_drops_an_iterator_of_its_parent_whatever_locks_were_held_when_it
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_fork_while_batches_are_prefetched_serves_and_disturbs_nothing(workers, rng):
+def test_fork_during_prefetching_serves_and_disturbs_nothing(workers, rng):
     loader = loader_of("map", LENGTH, workers=workers, prefetch=rng.randint(1, 4))
     batches = iter(loader)
     read, *_ = read_until(batches, steps=rng.randrange(1, 10))
@@ -142,7 +142,7 @@ def test_workers_are_started_while_another_thread_forks_too():
     assert in_a_fork(parent, 2 * HANG) == ([ALL] * 6, True)
 
 
-def test_a_signal_while_workers_wait_for_a_read_does_not_stop_other_iterators():
+def test_signal_amid_a_start_of_workers_stops_no_other_iterator():
     """A start of workers waits until other iterators are between two batches."""
 
     def parent():
@@ -172,7 +172,7 @@ def test_a_signal_while_workers_wait_for_a_read_does_not_stop_other_iterators():
     assert in_a_fork(parent, HANG) == ALL
 
 
-def test_a_fork_serves_a_loader_whose_first_batch_its_parent_has_looked_at():
+def test_fork_serves_a_loader_that_its_parent_has_peeked_at():
     def parent():
         loader = loader_of("map", LENGTH)
         loader._first_batch()
@@ -181,7 +181,7 @@ def test_a_fork_serves_a_loader_whose_first_batch_its_parent_has_looked_at():
     assert in_a_fork(parent, 2 * HANG) == (ALL, ALL)
 
 
-def test_a_fork_that_collects_a_pool_of_its_parent_leaves_the_workers_alone(
+def test_fork_that_collects_its_parents_pool_spares_the_workers(
     monkeypatch,
 ):
     """The collector may run before the fork's own functions, which go through all pools."""

@@ -30,9 +30,7 @@ def options(rng):
     return {"prefetch": rng.choice([0, 1, 3]), "replicas": "leader"}
 
 
-def test_what_fails_on_the_leader_fails_on_all_at_the_same_step_and_nothing_is_lost(
-    rng, tmp_path
-):
+def test_leader_failure_is_raised_on_all_and_loses_nothing(rng, tmp_path):
     cases = []
     for what in ["fails"] * draws(6) + ["loses"] * draws(3) + ["left"] * draws(4):
         cases.append(
@@ -103,9 +101,7 @@ def test_what_fails_on_the_leader_fails_on_all_at_the_same_step_and_nothing_is_l
     assert [report["threads"] for report in reports] == [[], []]
 
 
-def test_a_rank_that_leaves_its_loop_is_told_by_name_and_step_whoever_reads(
-    rng, tmp_path
-):
+def test_rank_that_leaves_its_loop_is_named_with_its_step(rng, tmp_path):
     cases = [
         {
             "kind": rng.choice(KINDS),
@@ -139,9 +135,7 @@ def test_a_rank_that_leaves_its_loop_is_told_by_name_and_step_whoever_reads(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_leader_or_follower_killed_at_any_moment_is_named_on_all(
-    num_ranks, rng, tmp_path
-):
+def test_leader_or_follower_killed_at_any_moment_is_named(num_ranks, rng, tmp_path):
     victim, kind = rng.randrange(num_ranks), rng.choice(KINDS)
     case = {
         "kind": kind,
@@ -171,9 +165,7 @@ def test_a_leader_or_follower_killed_at_any_moment_is_named_on_all(
 
 
 @pytest.mark.only_in_rounds
-def test_a_leaders_worker_that_hangs_is_named_on_both_ranks_at_the_timeout(
-    rng, tmp_path
-):
+def test_leader_worker_that_hangs_is_named_on_both_ranks(rng, tmp_path):
     case = {
         "kind": rng.choice(KINDS),
         "number": rng.randrange(8, LENGTH),

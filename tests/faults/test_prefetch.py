@@ -53,9 +53,7 @@ def end(loader, batches, how, steps):
 
 @pytest.mark.parametrize("how", ["exhaust", "close", "with", "loader", "cycle", "drop"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_however_a_pass_ends_its_thread_ends_and_the_rest_can_be_read(
-    how, workers, rng
-):
+def test_prefetch_thread_ends_however_its_pass_ends(how, workers, rng):
     for _ in range(draws(2)):
         kind, depth = rng.choice(KINDS), rng.randint(1, 5)
         loader = loader_of(kind, LENGTH, workers=workers, prefetch=depth)
@@ -78,9 +76,7 @@ def test_however_a_pass_ends_its_thread_ends_and_the_rest_can_be_read(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_was_ready_before_a_failure_is_delivered_and_the_failure_at_its_step(
-    workers, rng
-):
+def test_prefetch_delivers_what_was_ready_before_a_failure(workers, rng):
     for _ in range(3):
         kind, bad = rng.choice(KINDS), rng.randrange(LENGTH)
 
@@ -101,7 +97,7 @@ def test_what_was_ready_before_a_failure_is_delivered_and_the_failure_at_its_ste
         assert read + the_rest(loader.state_dict(), kind, LENGTH) == ALL
 
 
-def test_a_read_that_is_slow_does_not_hold_up_the_end_of_a_pass_for_long(tmp_path):
+def test_prefetch_closes_soon_during_a_slow_read(tmp_path):
     for workers in (0, 2):
         # Files: a worker that is killed while it waits for an event leaves it locked.
         reached, released = (

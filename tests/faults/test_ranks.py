@@ -46,9 +46,7 @@ def joined(found):
     ]
 
 
-def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_lost(
-    rng, tmp_path
-):
+def test_ranks_fail_together_at_one_step_and_lose_nothing(rng, tmp_path):
     cases = []
     for what in ["fails"] * draws(6) + ["loses"] * draws(3) + ["left"] * draws(3):
         cases.append(
@@ -151,9 +149,7 @@ def rest_of(state, kind):
     return numbers(iter(loader))
 
 
-def test_a_rank_killed_at_any_moment_is_named_and_what_it_had_not_is_delivered_later(
-    rng, tmp_path
-):
+def test_rank_killed_at_any_moment_is_named_and_loses_nothing(rng, tmp_path):
     victim, kind = rng.randrange(RANKS), rng.choice(KINDS)
     case = {
         "kind": kind,
@@ -175,7 +171,7 @@ def test_a_rank_killed_at_any_moment_is_named_and_what_it_had_not_is_delivered_l
     assert read == [row for row in ALL[: 8 * steps] if row % 8 // 4 == 1 - victim]
 
 
-def test_sigterm_at_any_moment_saves_on_each_rank_what_it_was_given(rng, tmp_path):
+def test_sigterm_handler_saves_what_its_rank_was_given(rng, tmp_path):
     kind = rng.choice(KINDS)
     case = {"kind": kind, "workers": rng.choice([0, 2]), "options": options(rng)}
     with ranks(tmp_path, "told", case) as job:
@@ -197,9 +193,7 @@ def test_sigterm_at_any_moment_saves_on_each_rank_what_it_was_given(rng, tmp_pat
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_after_a_sigterm_to_any_ranks_all_stop_at_the_same_step_and_workers_live_until_then(
-    evaluates, rng, tmp_path
-):
+def test_sigterm_to_any_rank_stops_all_at_the_same_step(evaluates, rng, tmp_path):
     kind, to = (
         rng.choice(KINDS),
         rng.choice(["one", "all", "one and its workers", "all and their workers"]),
@@ -234,7 +228,7 @@ def test_after_a_sigterm_to_any_ranks_all_stop_at_the_same_step_and_workers_live
 
 
 @pytest.mark.only_in_rounds
-def test_a_worker_that_hangs_is_named_on_all_ranks_at_the_timeout(rng, tmp_path):
+def test_worker_that_hangs_is_named_on_all_ranks_at_the_timeout(rng, tmp_path):
     timeout = 4.0
     case = {
         "kind": rng.choice(["map", "cut"]),
@@ -257,7 +251,7 @@ def test_a_worker_that_hangs_is_named_on_all_ranks_at_the_timeout(rng, tmp_path)
 
 
 @pytest.mark.only_in_rounds
-def test_a_rank_that_is_stuck_when_another_dies_is_ended_after_a_report(rng, tmp_path):
+def test_rank_stuck_when_another_dies_is_ended_after_a_report(rng, tmp_path):
     victim = rng.randrange(RANKS)
     case = {
         "kind": rng.choice(KINDS),

@@ -19,7 +19,7 @@ ENVIRONMENT = (
 )  # of `make test-adapters ADAPTERS=ray`
 
 
-def test_random_kills_of_actors_change_no_byte_and_no_certificate(rng, tmp_path):
+def test_ray_actors_killed_at_random_change_no_byte(rng, tmp_path):
     python = sys.executable if find_spec("ray") else ENVIRONMENT
     if not Path(python).exists():
         pytest.skip("Ray is not installed: make .venv-ray/.ready")

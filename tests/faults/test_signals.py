@@ -77,7 +77,7 @@ def training(loader, path, received):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_handler_of_sigterm_saves_is_what_was_delivered(kind, rng, tmp_path):
+def test_sigterm_handler_saves_what_was_delivered(kind, rng, tmp_path):
     for trial, asks_later in enumerate((False, True)):
         workers, options = rng.choice([0, 1, 2]), drawn_options(rng)
 
@@ -129,9 +129,7 @@ def test_what_a_handler_of_sigterm_saves_is_what_was_delivered(kind, rng, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
-def test_workers_read_on_when_all_processes_hear_a_signal_that_the_loop_only_notes(
-    kind, tmp_path
-):
+def test_workers_ignore_a_signal_to_all_that_the_loop_handles(kind, tmp_path):
     def work(path):
         heard, received = [], []
         signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
@@ -151,7 +149,7 @@ def test_workers_read_on_when_all_processes_hear_a_signal_that_the_loop_only_not
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_at_every_line_of_next_the_state_is_that_of_what_the_user_has(kind, options):
+def test_state_is_right_at_every_line_of_next(kind, options):
     loader = loader_of(kind, LENGTH, **options)
     batches, wrong, received = iter(loader), set(), 0
 
@@ -198,9 +196,7 @@ def lines(path, known={}):  # noqa: B006
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_handler_that_exits_ends_the_process_in_the_middle_of_a_read(
-    workers, tmp_path
-):
+def test_handler_that_exits_ends_the_process_amid_a_read(workers, tmp_path):
     def work(path):
         def slow(number):
             time.sleep(0.01)
@@ -247,7 +243,7 @@ def test_ctrl_c_ends_a_process_at_any_moment_and_leaves_nothing(to, rng, tmp_pat
         assert left == set()
 
 
-def test_a_worker_that_is_just_being_started_does_not_run_the_users_handler(tmp_path):
+def test_worker_that_starts_does_not_run_the_users_handler(tmp_path):
     def work(path):
         def handler(*_):
             with open(
@@ -291,7 +287,7 @@ def test_ctrl_c_while_workers_are_started_is_not_lost(tmp_path):
     assert code == 3, log_of(path)
 
 
-def test_a_process_of_multiprocessing_ends_with_its_workers_that_leave_sigterm_to_it(
+def test_process_of_multiprocessing_ends_with_its_workers(
     tmp_path,
 ):
     def work(path):
@@ -307,7 +303,7 @@ def test_a_process_of_multiprocessing_ends_with_its_workers_that_leave_sigterm_t
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_workers_of_a_process_that_is_ended_end_too(number, rng, tmp_path):
+def test_workers_of_a_process_that_is_ended_end_too(number, rng, tmp_path):
     def work(path):
         training(loader_of("map", LENGTH, workers=3, **drawn_options(rng)), path, [])
 
@@ -322,7 +318,7 @@ def test_the_workers_of_a_process_that_is_ended_end_too(number, rng, tmp_path):
         assert not alive(child.pid)
 
 
-def test_a_loop_in_which_ctrl_c_is_handled_goes_on(rng):
+def test_loop_in_which_ctrl_c_is_handled_goes_on(rng):
     heard = []
     before = signal.signal(signal.SIGINT, lambda *_: heard.append(1))
     try:

@@ -39,9 +39,7 @@ def refuses_and_stays_as_it_was(state, kind="map"):
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
-def test_a_state_file_cut_short_anywhere_is_an_error_and_never_another_position(
-    kind, rng, tmp_path
-):
+def test_state_file_cut_anywhere_is_an_error(kind, rng, tmp_path):
     state, read = saved(rng, kind)
     path = tmp_path / "state.json"
     text = json.dumps(state)
@@ -60,7 +58,7 @@ def test_a_state_file_cut_short_anywhere_is_an_error_and_never_another_position(
     assert read + the_rest(paddle.load(str(path))["data"], kind, LENGTH) == ALL
 
 
-def test_a_state_without_a_field_or_with_another_version_is_refused(rng):
+def test_state_without_a_field_or_of_another_version_is_refused(rng):
     state, _ = saved(rng)
     for name in state:
         assert refuses_and_stays_as_it_was(
@@ -90,7 +88,7 @@ JUNK = [
 
 
 @pytest.mark.parametrize("name", ["ended", "segments", "certificate", "fingerprint"])
-def test_a_field_of_another_type_is_refused(name, rng):
+def test_field_of_another_type_is_refused(name, rng):
     state, _ = saved(rng)
     junk = [value for value in JUNK if not (name == "ended" and value is True)]
     accepted = []
@@ -105,7 +103,7 @@ def test_a_field_of_another_type_is_refused(name, rng):
 
 
 @pytest.mark.parametrize("kind", ["map", "stream", "mixture", "cut"])
-def test_whatever_is_changed_at_any_depth_is_refused_before_anything_is_read(kind, rng):
+def test_state_changed_at_any_depth_is_refused_before_reading(kind, rng):
     """Most of such states would make sense by themselves: they would be of another position, or another order."""
 
     def make():
@@ -162,7 +160,7 @@ def test_counts_that_contradict_each_other_are_refused(change, rng):
     assert refuses_and_stays_as_it_was({**state, name: state[name] + more})
 
 
-def test_a_state_of_another_run_is_refused_with_both_values(rng):
+def test_state_of_another_run_is_refused_with_both_values(rng):
     state, _ = saved(rng)
     for name in state["fingerprint"]:
         other = copy.deepcopy(state)
@@ -173,7 +171,7 @@ def test_a_state_of_another_run_is_refused_with_both_values(rng):
         assert numbers(iter(loader)) == ALL
 
 
-def test_a_tensor_of_which_any_byte_differs_is_refused(rng):
+def test_tensor_of_which_any_byte_differs_is_refused(rng):
     state, read = saved(rng)
     tensor = paddle_shard.state_to_tensor(state)
     # Spaces fill the tensor up.

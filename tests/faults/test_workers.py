@@ -38,7 +38,7 @@ def drawn_settings(rng):
     }
 
 
-def test_a_worker_killed_at_any_moment_is_named_and_nothing_is_lost(rng):
+def test_worker_killed_at_any_moment_is_named_and_loses_nothing(rng):
     trials = []  # together, as each waits for Paddle to look
     for kind in [*KINDS, rng.choice(KINDS)]:
         workers = rng.randint(1, 3)
@@ -79,7 +79,7 @@ def test_a_worker_killed_at_any_moment_is_named_and_nothing_is_lost(rng):
         loader.close()
 
 
-def test_a_worker_killed_while_it_writes_a_message_longer_than_the_pipe_is_named(rng):
+def test_worker_killed_while_it_writes_a_long_message_is_named(rng):
     class Long(Dataset):
         def __len__(self):
             return LENGTH
@@ -111,7 +111,7 @@ def test_a_worker_killed_while_it_writes_a_message_longer_than_the_pipe_is_named
     assert time.monotonic() - start < HANG
 
 
-def test_what_is_shared_with_workers_goes_with_them(rng):
+def test_shared_memory_ends_with_the_workers(rng):
     for _ in range(5):
         before, kind, steps = (
             shared_memory(),
@@ -128,7 +128,7 @@ def test_what_is_shared_with_workers_goes_with_them(rng):
         assert shared_memory() == before
 
 
-def test_a_worker_that_is_slow_to_leave_leaves_nothing():
+def test_worker_that_is_slow_to_leave_leaves_nothing():
     def slow(number):
         if number == 40:  # the first of worker 1's third batch
             time.sleep(30)
@@ -146,7 +146,7 @@ def test_a_worker_that_is_slow_to_leave_leaves_nothing():
     assert shared_memory() == memory
 
 
-def test_an_exception_anywhere_is_named_with_its_sample_and_nothing_is_lost(rng):
+def test_worker_exception_names_its_sample_and_loses_nothing(rng):
     for _ in range(8):
         kind, workers, bad = (
             rng.choice(KINDS),
@@ -182,7 +182,7 @@ def test_an_exception_anywhere_is_named_with_its_sample_and_nothing_is_lost(rng)
         ) == list(range(96))
 
 
-def test_an_exception_in_collate_is_named_with_its_samples_and_nothing_is_lost(rng):
+def test_collate_exception_names_its_samples_and_loses_nothing(rng):
     for workers in (0, rng.randint(1, 3)):
         bad = rng.randrange(96)
 
@@ -207,7 +207,7 @@ def test_an_exception_in_collate_is_named_with_its_samples_and_nothing_is_lost(r
 
 
 @pytest.mark.leaves  # the process that forks
-def test_a_worker_that_hangs_is_named_when_the_timeout_is_over(tmp_path):
+def test_worker_that_hangs_is_named_when_the_timeout_is_over(tmp_path):
     script = Path(__file__).parent / "hung_worker.py"
     environment = {
         "PYTHONPATH": os.pathsep.join(
@@ -224,7 +224,7 @@ def test_a_worker_that_hangs_is_named_when_the_timeout_is_over(tmp_path):
     assert re.search(r"worker 1 has not answered for 1\.\d+ s", text), text
 
 
-def test_workers_killed_between_epochs_or_all_at_once_cost_nothing(rng):
+def test_workers_killed_between_epochs_or_together_cost_nothing(rng):
     loader = loader_of("map", 96, workers=2, settings={"persistent_workers": True})
     before = children()
     for _ in range(3):

@@ -17,7 +17,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_rank_gets_in_each_epoch_what_it_always_got(name, tmp_path):
+def test_golden_orders_are_unchanged(name, tmp_path):
     for rank, loader in on_each_rank([0, 1], lambda: loader_of(name, tmp_path)).items():
         for epoch in range(EPOCHS):
             found = on_each_rank([rank], lambda loader=loader: delivered(iter(loader)))[
@@ -28,9 +28,7 @@ def test_each_rank_gets_in_each_epoch_what_it_always_got(name, tmp_path):
 
 @pytest.mark.parametrize("version", STATES)
 @pytest.mark.parametrize("name", CASES)
-def test_a_state_of_each_released_version_goes_on_with_the_next_sample(
-    name, version, tmp_path
-):
+def test_golden_states_resume_with_the_next_sample(name, version, tmp_path):
     def rest():
         loader = loader_of(name, tmp_path)
         loader.load_state_dict(
@@ -42,12 +40,12 @@ def test_a_state_of_each_released_version_goes_on_with_the_next_sample(
         assert found == ORDERS[f"{name}, epoch 0"][rank][SAVED_AFTER:]
 
 
-def test_an_order_of_a_billion_samples_is_what_it_always_was():
+def test_order_of_a_billion_samples_is_what_it_always_was():
     for name, found in large().items():
         assert found == ORDERS[name]
 
 
-def test_no_case_is_gone():
+def test_golden_cases_are_all_there():
     assert {
         f"{name}, epoch {epoch}" for name in CASES for epoch in range(EPOCHS)
     } | set(large()) == set(ORDERS)

@@ -53,7 +53,7 @@ def test_elastic_sh_names_what_is_wrong(commands, variables, message):
 
 
 @pytest.mark.long
-def test_two_hosts_with_addresses_of_their_own_meet_by_etcd_and_train_each_sample_once(
+def test_elastic_hosts_meet_by_etcd_and_train_samples_once(
     commands, two_hosts, tmp_path
 ):
     job = ElasticHosts(commands, two_hosts, tmp_path)

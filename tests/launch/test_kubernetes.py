@@ -40,7 +40,7 @@ def job(request):
     return yaml.safe_load(text)
 
 
-def test_the_manifest_is_a_paddle_job_in_the_fields_of_its_operator(job):
+def test_kubernetes_manifest_is_a_paddle_job(job):
     assert (job["apiVersion"], job["kind"]) == (
         "batch.paddlepaddle.org/v1",
         "PaddleJob",
@@ -61,7 +61,7 @@ def test_the_manifest_is_a_paddle_job_in_the_fields_of_its_operator(job):
     assert all(isinstance(variable["value"], str) for variable in container["env"])
 
 
-def test_processes_are_counted_by_number_on_the_cpu_and_by_gpu_otherwise(job):
+def test_kubernetes_processes_are_counted_by_cpu_or_gpu(job):
     (container,) = job["spec"]["worker"]["template"]["spec"]["containers"]
 
     assert ("--nproc_per_node" in container["args"]) != (
@@ -69,7 +69,7 @@ def test_processes_are_counted_by_number_on_the_cpu_and_by_gpu_otherwise(job):
     )
 
 
-def test_the_elastic_manifest_is_an_elastic_paddle_job_and_runs_elastic_sh_with_the_variables_that_it_knows():
+def test_kubernetes_elastic_manifest_runs_elastic_sh():
     yaml = pytest.importorskip("yaml")
     job = yaml.safe_load(ELASTIC.read_text())
     assert (job["apiVersion"], job["kind"]) == (

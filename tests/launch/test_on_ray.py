@@ -11,7 +11,7 @@ pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).parents[2] / "launch" / "on_ray.py"
 
 
-def test_a_cluster_that_does_not_answer_is_named_with_the_way_out(commands):
+def test_on_ray_names_a_cluster_that_does_not_answer(commands):
     with socket.socket() as unused:  # bound, so that nobody else listens there
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"

@@ -36,9 +36,7 @@ esac""",
         ),  # the launcher counts what Slurm shows it
     ],
 )
-def test_slurm_starts_one_launcher_a_node_with_the_first_host_as_master(
-    commands, tmp_path, variables, ranks
-):
+def test_slurm_starts_a_launcher_on_each_node(commands, tmp_path, variables, ranks):
     for name, body in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -71,7 +69,7 @@ def test_slurm_starts_one_launcher_a_node_with_the_first_host_as_master(
 
 
 @pytest.mark.multiprocess
-def test_with_etcd_it_starts_an_elastic_job_that_outlives_its_nodes(commands, tmp_path):
+def test_slurm_with_etcd_starts_an_elastic_job(commands, tmp_path):
     (tmp_path / "launch").mkdir()
     elastic = tmp_path / "launch" / "elastic.sh"
     elastic.write_text(
@@ -105,7 +103,7 @@ def test_with_etcd_it_starts_an_elastic_job_that_outlives_its_nodes(commands, tm
     ]
 
 
-def test_what_slurm_reads_stands_before_the_first_command():
+def test_slurm_options_stand_before_the_first_command():
     text = (LAUNCH / "slurm.sbatch").read_text()
     before, after = text.split("set -euo pipefail")
 

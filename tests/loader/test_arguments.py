@@ -54,12 +54,12 @@ def test_arguments_are_checked_at_construction(options, text):
         ({"xyz": 1}, "no argument xyz=. Its arguments are dataloader, meshes, "),
     ],
 )
-def test_an_argument_that_is_not_there_is_refused_with_what_to_do(options, text):
+def test_unknown_argument_is_refused_with_the_fix(options, text):
     with pytest.raises(TypeError, match=text):
         sharded(DataLoader(Made(), batch_size=4), **options)
 
 
-def test_patching_survives_odd_modules_and_refuses_unknown_options(monkeypatch):
+def test_patch_survives_odd_modules_and_refuses_unknown_options(monkeypatch):
     monkeypatch.setitem(sys.modules, "blocked", None)
     original = dist.shard_dataloader
     with pytest.raises(TypeError, match="unexpected keyword argument 'tale'"):
@@ -70,7 +70,7 @@ def test_patching_survives_odd_modules_and_refuses_unknown_options(monkeypatch):
     assert dist.shard_dataloader is original
 
 
-def test_a_loop_that_was_left_is_said_to_begin_again_once(caplog, monkeypatch):
+def test_loop_that_was_left_is_said_to_begin_again_once(caplog, monkeypatch):
     monkeypatch.setattr(warn_once, "_WARNED", set())
     loader = sharded(DataLoader(Made(length=8), batch_size=4), ONE)
 
@@ -99,9 +99,7 @@ def test_a_loop_that_was_left_is_said_to_begin_again_once(caplog, monkeypatch):
     assert len(said()) == 1
 
 
-def test_an_iterator_that_takes_the_place_of_an_unfinished_one_is_said_to_begin_again(
-    caplog, monkeypatch
-):
+def test_iterator_after_an_unfinished_one_warns(caplog, monkeypatch):
     monkeypatch.setattr(warn_once, "_WARNED", set())
     loader = sharded(DataLoader(Made(length=16), batch_size=4), ONE)
     first, kept = iter(loader), iter(loader)
@@ -116,7 +114,7 @@ def test_an_iterator_that_takes_the_place_of_an_unfinished_one_is_said_to_begin_
     ]
 
 
-def test_a_closed_iterator_consumes_no_epoch():
+def test_closed_iterator_consumes_no_epoch():
     loader = sharded(DataLoader(Made(), batch_size=4))
     batches = iter(loader)
     next(batches)
@@ -126,7 +124,7 @@ def test_a_closed_iterator_consumes_no_epoch():
     assert loader.epoch == 0
 
 
-def test_what_there_is_to_know_stays_little():
+def test_public_names_stay_few():
     # Paddle's six, and eighteen of ours.
     assert len(inspect.signature(paddle_shard.shard_dataloader).parameters) <= 24
     for kind in (
@@ -142,7 +140,7 @@ def test_what_there_is_to_know_stays_little():
         assert sum(not name.startswith("_") for name in methods) <= 15, methods
 
 
-def test_the_parts_of_a_mixture_are_chosen_for_all_of_it():
+def test_parts_of_a_mixture_are_chosen_for_all_of_it():
     cut = Stream.of(range(8)).in_parts(2)
     with pytest.raises(
         ArgumentError,
@@ -166,7 +164,7 @@ def test_the_parts_of_a_mixture_are_chosen_for_all_of_it():
         (["dp"], (2,), None, True, False),
     ],
 )
-def test_an_axis_of_data_that_splits_nothing_is_said_once(
+def test_axis_of_data_that_splits_nothing_is_said_once(
     names, shape, dims, auto_dp, says, caplog, monkeypatch
 ):
     monkeypatch.setattr(warn_once, "_WARNED", set())
@@ -184,7 +182,7 @@ def test_an_axis_of_data_that_splits_nothing_is_said_once(
 
 
 @pytest.mark.parametrize("state", [{}, {"epoch": 0, "step": 3}, None, [1]])
-def test_what_is_no_state_is_refused_as_that(state):
+def test_load_state_dict_refuses_what_is_no_state(state):
     with pytest.raises(
         StateError,
         match=r"state must be what the loader's state_dict\(\) returned, got ",
@@ -192,7 +190,7 @@ def test_what_is_no_state_is_refused_as_that(state):
         sharded(DataLoader(Made(), batch_size=2), ONE).load_state_dict(state)
 
 
-def test_an_override_that_is_a_text_is_refused():
+def test_override_that_is_a_text_is_refused():
     loader = sharded(DataLoader(Made(), batch_size=2), ONE)
     with pytest.raises(
         StateError,
@@ -208,7 +206,7 @@ def test_an_override_that_is_a_text_is_refused():
 @pytest.mark.parametrize(
     "data", [iter(range(4)), type("It", (), {"__iter__": lambda self: iter(())})()]
 )
-def test_a_stream_in_a_data_loader_is_told_how_streams_are_given(data):
+def test_stream_in_a_data_loader_is_told_how_streams_are_given(data):
     with pytest.raises(
         ArgumentTypeError, match=r"A stream has none: .*Stream\.of, Stream\.huggingface"
     ):
@@ -223,7 +221,7 @@ def test_gather_valid_of_an_array_is_refused():
         paddle_shard.gather_valid(np.ones(3), np.ones(3, bool))
 
 
-def test_a_weight_that_no_float_holds_is_refused():
+def test_weight_that_no_float_holds_is_refused():
     with pytest.raises(
         ArgumentError, match="the weight of 'a' must be a finite number"
     ):

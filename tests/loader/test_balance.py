@@ -140,7 +140,7 @@ def test_global_batches_stay_the_same_sets_and_ranks_cost_alike(
         assert sorted(delivered) == list(range(61))
 
 
-def test_the_certificate_is_exact_and_the_imbalance_is_counted():
+def test_certificate_is_exact_and_the_imbalance_is_counted():
     loader = make(ONE, 8, COSTS)
     with iter(loader) as batches:
         rows_of(batches)
@@ -163,7 +163,7 @@ def test_the_certificate_is_exact_and_the_imbalance_is_counted():
     assert np.isclose(costs.largest_cost, largest)
 
 
-def test_a_mixture_has_costs_by_a_function_of_ids():
+def test_mixture_has_costs_by_a_function_of_ids():
     sources = {"web": Made(length=20), "code": Made(lambda i: np.array(100 + i), 9)}
     mixture = Mixture(sources, {"web": 2, "code": 1}, num_samples=30)
     web, code = COSTS[:20], COSTS[20:29]
@@ -269,13 +269,13 @@ def test_bad_costs_are_named_at_once(balance, error, says):
         ),
     ],
 )
-def test_what_a_function_of_ids_returns_is_checked(function, says):
+def test_balance_function_results_are_checked(function, says):
     with pytest.raises(ArgumentError) as caught:
         next(iter(make(mesh([0, 1]), 6, function)))
     assert says in str(caught.value)
 
 
-def test_a_function_may_change_the_ids_that_it_is_given():
+def test_function_may_change_the_ids_that_it_is_given():
     def costs(ids):
         ids *= 0
         return np.ones(len(ids))

@@ -34,7 +34,7 @@ def real(batches, most=None):
     return found
 
 
-def test_another_schedule_may_be_resumed_from_and_every_sample_is_delivered_once():
+def test_batch_size_schedule_may_change_at_a_resume():
     loader = make(batch_size=[(0, 4), (10, 8)])
     with iter(loader) as batches:
         before = real(batches, 4)
@@ -49,7 +49,7 @@ def test_another_schedule_may_be_resumed_from_and_every_sample_is_delivered_once
     assert sorted(row for rows in before + after for row in rows) == list(range(50))
 
 
-def test_a_schedule_counts_rows_as_the_dataloader_does():
+def test_schedule_counts_rows_as_the_dataloader_does():
     loader = make(mesh([0, 1]), batch_size=[(0, 4), (16, 6)], accumulation=2)
 
     assert (loader.batch_size, len(loader)) == (2, 5)
@@ -88,13 +88,13 @@ class Endless(IterableDataset):
         ([], "must begin at sample 0"),
     ],
 )
-def test_a_bad_schedule_is_named(given, says):
+def test_bad_schedule_is_named(given, says):
     with pytest.raises(ArgumentError) as caught:
         make(batch_size=given)
     assert says in str(caught.value)
 
 
-def test_every_size_must_be_split_evenly():
+def test_batch_size_schedule_must_split_evenly():
     with pytest.raises(
         BatchSizeError,
         match="a global batch of 5 cannot be split evenly over 2 data ranks",
@@ -115,6 +115,6 @@ def test_every_size_must_be_split_evenly():
         ),
     ],
 )
-def test_a_schedule_is_refused_where_others_make_the_batches(loader):
+def test_schedule_is_refused_where_others_make_the_batches(loader):
     with pytest.raises(ArgumentError, match="which decides the size of its batches"):
         sharded(loader, ONE, batch_size=[(0, 4)])

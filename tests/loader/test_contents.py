@@ -190,7 +190,7 @@ def test_samples_that_are_never_the_same_are_a_warning(caplog, monkeypatch):
         lambda n: np.array([n, "x"], object),
     ],
 )
-def test_other_kinds_of_values_are_seen_to_differ(made):
+def test_digests_tell_kinds_of_values_apart(made):
     def data(version):
         return loader_of(
             Made(lambda i: (np.array(i), made(version)), LENGTH),

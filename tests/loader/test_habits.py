@@ -89,7 +89,7 @@ def test_persistent_workers_stay_where_nothing_was_set(caplog):
 # Memory that is used again
 
 
-def test_samples_that_are_one_object_and_stay_as_they_are_are_read():
+def test_samples_that_are_one_object_are_read():
     row = np.arange(3)
     assert (
         locals_of(sharded(DataLoader(Made(lambda index: row, 4), batch_size=2), ONE))
@@ -109,9 +109,7 @@ def test_samples_that_are_one_object_and_stay_as_they_are_are_read():
     ("error", "raised"),
     [(OSError, DataReadError), (KeyboardInterrupt, KeyboardInterrupt)],
 )
-def test_an_iterator_that_has_failed_is_not_at_its_end_and_says_how_to_go_on(
-    error, raised
-):
+def test_iterator_that_has_failed_says_how_to_resume(error, raised):
     """Ctrl-C in a notebook, too: the cell is run again."""
     broken = [True]
 
@@ -154,7 +152,7 @@ class WantsMore(Wants):
         self.told = epoch, seed
 
 
-def test_a_sampler_gets_further_arguments_of_set_epoch_and_says_what_it_lacks():
+def test_set_epoch_passes_further_arguments_to_the_sampler():
     sampler = WantsMore()
     loader = sharded(
         DataLoader(Rows(), batch_sampler=BatchSampler(sampler=sampler, batch_size=4)),

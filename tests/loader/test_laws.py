@@ -227,7 +227,7 @@ def in_row_order(slices, accumulation):
     shuffle=st.sampled_from([*OF_ANY_MESH, "blocks"]),
     seed=st.integers(0, 3),
 )
-def test_any_mesh_gets_the_batches_of_one_process(
+def test_loader_gives_the_batches_of_one_process_on_any_mesh(
     mesh, length, multiple, tail, accumulation, shuffle, seed
 ):
     check_laws(*mesh, length, multiple, tail, accumulation, shuffle=shuffle, seed=seed)
@@ -243,7 +243,7 @@ def test_any_mesh_gets_the_batches_of_one_process(
     shuffle=st.booleans(),
     seed=st.integers(0, 3),
 )
-def test_any_mesh_gets_the_batches_of_a_mixture(
+def test_loader_gives_the_batches_of_a_mixture_on_any_mesh(
     mesh, length, multiple, tail, accumulation, shuffle, seed
 ):
     check_laws(
@@ -264,7 +264,7 @@ def test_any_mesh_gets_the_batches_of_a_mixture(
     length=st.integers(1, 30),
     shuffle=st.sampled_from(OF_ANY_MESH),
 )
-def test_any_mesh_gets_the_batches_of_one_process_with_workers(mesh, length, shuffle):
+def test_loader_with_workers_gives_the_batches_of_one_process(mesh, length, shuffle):
     check_laws(*mesh, length, 2, "pad", 1, workers=2, shuffle=shuffle)
 
 
@@ -272,7 +272,7 @@ def test_any_mesh_gets_the_batches_of_one_process_with_workers(mesh, length, shu
 @pytest.mark.parametrize(
     ("shape", "axes"), [((2, 2), ("mp", "dp")), ((2, 2, 2), ("dp", "mp", "sharding"))]
 )
-def test_the_order_is_that_of_the_run_not_of_the_mesh(shape, axes, shuffle):
+def test_order_is_that_of_the_run_not_of_the_mesh(shape, axes, shuffle):
     mesh = dist.ProcessMesh(
         np.arange(math.prod(shape)).reshape(shape), dim_names=list(axes)
     )
@@ -294,7 +294,7 @@ def test_the_order_is_that_of_the_run_not_of_the_mesh(shape, axes, shuffle):
 
 
 @pytest.mark.parametrize("shuffle", [True, BLOCKS])
-def test_another_epoch_is_another_order_and_the_same_epoch_the_same(shuffle):
+def test_epochs_differ_in_order_and_each_repeats_its_own(shuffle):
     loader = make(
         50, 10, dist.ProcessMesh([0], dim_names=["dp"]), "dp", shuffle=shuffle
     )
@@ -310,7 +310,7 @@ def test_another_epoch_is_another_order_and_the_same_epoch_the_same(shuffle):
     assert len({tuple(order) for order in ids}) == 3
 
 
-def test_each_block_on_disk_is_read_by_one_data_rank_but_those_at_a_border():
+def test_blocks_are_read_by_one_data_rank_but_at_borders():
     mesh = dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"])
     per_rank = on_each_rank(
         range(4), lambda: one_pass(make(240, 8, mesh, "dp", shuffle=BLOCKS))
@@ -324,7 +324,7 @@ def test_each_block_on_disk_is_read_by_one_data_rank_but_those_at_a_border():
     assert len(first & second) <= 1
 
 
-def test_a_data_set_may_say_how_large_its_blocks_are():
+def test_data_set_may_say_how_large_its_blocks_are():
     class Chunks(Rows):
         block_size = 16
 
@@ -390,7 +390,7 @@ def test_random_samples_depend_on_seed_epoch_and_sample_alone(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_users_generators_are_not_disturbed(workers):
+def test_users_generators_are_not_disturbed(workers):
     import random
 
     np.random.seed(1)
@@ -414,7 +414,7 @@ def test_the_users_generators_are_not_disturbed(workers):
     assert (np.random.rand(), random.random(), float(paddle.rand([1])[0])) == expected
 
 
-test_any_mesh_gets_the_batches_of_one_process = example(
+test_loader_gives_the_batches_of_one_process_on_any_mesh = example(
     mesh=(
         paddle_shard.MeshLayout(
             shape=(2, 2), axes=("mp", "dp"), process_ids=(0, 1, 2, 3)
@@ -427,4 +427,4 @@ test_any_mesh_gets_the_batches_of_one_process = example(
     accumulation=2,
     shuffle=False,
     seed=0,
-)(test_any_mesh_gets_the_batches_of_one_process)
+)(test_loader_gives_the_batches_of_one_process_on_any_mesh)

@@ -56,7 +56,7 @@ def seen(loader):
 
 
 @pytest.mark.parametrize(("workers", "tail"), [(0, "drop"), (2, "fill")])
-def test_it_makes_the_same_steps_and_sees_the_same_shapes(workers, tail):
+def test_middle_stage_makes_the_same_steps_and_shapes(workers, tail):
     found = on_each_rank(
         range(5), lambda: seen(sharded(Samples(), workers=workers, tail=tail))
     )
@@ -65,7 +65,7 @@ def test_it_makes_the_same_steps_and_sees_the_same_shapes(workers, tail):
     assert found[MIDDLE] == found[0]
 
 
-def test_it_reads_no_more_than_a_row_a_step():
+def test_middle_stage_reads_at_most_a_row_a_step():
     def reads():
         data = Samples()
         loader = sharded(data, prefetch=0)
@@ -78,7 +78,7 @@ def test_it_reads_no_more_than_a_row_a_step():
     )  # and two samples twice, for the identity of the data
 
 
-def test_of_a_stream_it_makes_the_same_steps():
+def test_middle_stage_of_a_stream_makes_the_same_steps():
     def steps():
         stream = Stream.of(range(40)).sharding_filter().map(sample)
         return seen(sharded(stream, num_batches=7, tail=None))

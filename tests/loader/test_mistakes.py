@@ -34,6 +34,10 @@ MISTAKES = {
         lambda rows: loader(Stream.of([[1, 2]]).pack(2)),
         "single samples",
     ),
+    "valid of a loader": (
+        lambda rows: loader().valid,
+        r"batches = iter\(loader\).*batches.valid",
+    ),
     "text for a bool": (
         lambda rows: loader(is_dataset_splitted="yes"),
         "is_dataset_splitted must be True or False, got 'yes'",
@@ -100,7 +104,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_an_error_with_the_value(mistake, rows):
     make, text = MISTAKES[mistake]
-    with pytest.raises((ValueError, TypeError), match=text):
+    with pytest.raises((ValueError, TypeError, AttributeError), match=text):
         make(rows)
 
 

@@ -84,9 +84,7 @@ OLD, NEW = {"web": 5, "code": 3}, {"web": 1, "chat": 1}
         ([(0, OLD), (4, OLD)], True),
     ],
 )
-def test_a_schedule_that_has_changed_before_the_position_is_refused(
-    schedule, is_refused
-):
+def test_mixture_schedule_changed_before_the_position_is_refused(schedule, is_refused):
     loader = make(weights=[(0, OLD), (20, NEW)])
     with iter(loader) as batches:
         ids(batches, 2)
@@ -103,7 +101,7 @@ def test_a_schedule_that_has_changed_before_the_position_is_refused(
         other.load_state_dict(state)
 
 
-def test_a_source_may_join_later_as_the_last_one():
+def test_source_may_join_later_as_the_last_one():
     old = make(weights={"web": 5, "code": 3}, lengths={"web": 23, "code": 7})
     with iter(old) as batches:
         begun = flat(ids(batches, 3))
@@ -167,7 +165,7 @@ def test_where_names_every_place_of_a_sample(shuffle, epoch):
     assert len(per_rank[0][1]) >= 1
 
 
-def test_a_sample_that_is_read_again_in_an_epoch_gets_other_random_numbers():
+def test_mixture_sample_read_again_has_new_random_numbers():
     def noisy(_):
         return np.random.rand(2)
 
@@ -204,7 +202,7 @@ class Broken(paddle.io.Dataset):
 
 @pytest.mark.parametrize("kinds", [("int32", "int64"), ("float32", "float64")])
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_field_of_two_dtypes_is_an_error(kinds, streams):
+def test_field_of_two_dtypes_is_an_error(kinds, streams):
     of = {
         kind: Made(lambda i, kind=kind: {"x": np.array([i], kind)}, 8) for kind in kinds
     }
@@ -226,7 +224,7 @@ def test_a_field_of_two_dtypes_is_an_error(kinds, streams):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_names_the_source_and_the_index_in_it(workers):
+def test_error_names_the_source_and_the_index_in_it(workers):
     mixture = Mixture({"good": Made(length=5), "bad": Broken()})
 
     with pytest.raises(
@@ -242,7 +240,7 @@ def test_an_error_names_the_source_and_the_index_in_it(workers):
     assert loader.stats.total.skipped == 1
 
 
-def test_a_plain_loader_and_any_sampler_read_positions_of_the_first_epoch():
+def test_mixture_in_a_plain_loader_has_its_first_epoch():
     mixture = Mixture(sources(), {"web": 5, "code": 3, "chat": 1}, num_samples=40)
     order = flat(ids(iter(make(shuffle=False))))
 
@@ -275,7 +273,7 @@ def test_weights_are_by_length_unless_they_are_given():
 
 
 @pytest.mark.parametrize(("stop", "length"), [("first", 14), ("all", 46)])
-def test_an_epoch_ends_with_the_first_or_the_last_source(stop, length):
+def test_epoch_ends_with_the_first_or_the_last_source(stop, length):
     assert (
         len(
             Mixture(
@@ -360,7 +358,7 @@ def test_bad_arguments_are_named(given, options, error, says):
     assert says in str(caught.value)
 
 
-def test_what_is_for_mixtures_is_refused_for_other_data():
+def test_mixture_arguments_are_refused_for_other_data():
     loader = sharded(DataLoader(Made(), batch_size=4), ONE)
 
     with pytest.raises(
@@ -379,12 +377,12 @@ def test_what_is_for_mixtures_is_refused_for_other_data():
             sharded(DataLoader(Mixture(sources()), batch_size=4), ONE, shuffle=shuffle)
 
 
-def test_all_orders_of_one_process_are_public(tmp_path):
+def test_orders_of_one_process_are_public(tmp_path):
     assert "Mixture" in paddle_shard.__all__
     assert dist.get_world_size() == 1
 
 
-def test_stream_schedule_is_not_extended_before_stages_that_count():
+def test_stream_schedule_is_not_extended_before_counting_stages():
     def made(*later):
         names = ("web", "code", "chat")
         streams = {name: Stream.of(range(64)) for name in names}

@@ -112,7 +112,7 @@ assert [one.unique_id for one in meshes] == [1, 2], 'Paddle counts meshes, and s
     assert code == 0, output
 
 
-def test_the_newest_numpy_does_not_stop_it():
+def test_newest_numpy_does_not_stop_it():
     assert epochs(sharded)[1] == [[2, 3], [6, 7]]
     four = mesh([[0, 1], [2, 3]], "dp", "mp")
     assert [four.get_rank_by_dim_and_process_id("mp", rank) for rank in range(5)] == [
@@ -139,13 +139,13 @@ def test_shard_0_goes_on_the_named_axis_not_on_axis_0():
 
 
 @pytest.mark.parametrize(("size", "nearest"), [(5, "4 or 6"), (1, "2"), (3, "2 or 4")])
-def test_a_batch_that_does_not_divide_is_an_error_with_both_numbers(size, nearest):
+def test_batch_size_that_does_not_divide_is_refused_with_numbers(size, nearest):
     text = f"global batch of {size} cannot be split evenly over 2 data ranks. Nearest sizes that can: {nearest}."
     with pytest.raises(BatchSizeError, match=re.escape(text)):
         sharded(batch_size=size)
 
 
-def test_a_misspelt_axis_is_named_with_the_nearest():
+def test_misspelt_axis_is_named_with_the_nearest():
     with pytest.raises(AxisError, match=r"no axis 'DP'; its axes are \['dp'\]"):
         sharded(shard_dims="DP")
 
@@ -163,7 +163,7 @@ def test_a_misspelt_axis_is_named_with_the_nearest():
     ],
     ids=["weighted", "subset", "replacement", "list"],
 )
-def test_the_users_sampler_is_kept_and_shared_by_all_ranks(make_sampler, workers):
+def test_users_sampler_is_kept_and_shared_by_all_ranks(make_sampler, workers):
     def joined():
         per_rank = epochs(
             lambda: sharded(
@@ -206,19 +206,19 @@ class Duck:
         return len(self.batches)
 
 
-def test_a_batch_sampler_subclass_is_kept():
+def test_batch_sampler_subclass_is_kept():
     got = epochs(lambda: sharded(batch_sampler=Reversed(Ids(), batch_size=4)))
 
     assert (got[0], got[1]) == ([[3, 2], [7, 6]], [[1, 0], [5, 4]])
 
 
-def test_a_duck_typed_batch_sampler_serves_and_its_sizes_may_change():
+def test_duck_typed_batch_sampler_may_change_its_sizes():
     got = epochs(lambda: sharded(batch_sampler=Duck()))
 
     assert (got[0], got[1]) == ([[5], [2, 6], [3]], [[1], [0, 4], [7]])
 
 
-def test_a_batch_of_a_size_that_does_not_divide_raises_at_its_step():
+def test_batch_of_a_size_that_does_not_divide_raises_at_its_step():
     class Odd(Duck):
         batches = ([0, 1], [2, 3, 4], [5, 6])
 
@@ -249,7 +249,7 @@ def test_zip_of_a_loader_with_itself_is_two_passes():
     assert all(a == b for a, b in pairs)
 
 
-def test_a_peek_inside_the_loop_does_not_restart_it():
+def test_peek_inside_the_loop_does_not_restart_it():
     loader, seen = sharded(), []
     for batch in loader:
         next(iter(loader))
@@ -259,7 +259,7 @@ def test_a_peek_inside_the_loop_does_not_restart_it():
     assert seen == [[0, 1], [4, 5]]
 
 
-def test_a_peek_consumes_no_epoch():
+def test_peek_consumes_no_epoch():
     loader = sharded(Ids(64), shuffle=True)
     first = local(next(iter(loader)))
 
@@ -267,7 +267,7 @@ def test_a_peek_consumes_no_epoch():
     assert loader.epoch == 0
 
 
-def test_the_order_follows_the_seed_and_the_epoch():
+def test_order_follows_the_seed_and_the_epoch():
     def first(**options):
         return local(
             next(iter(sharded(Ids(1000), batch_size=100, shuffle=True, **options)))
@@ -304,14 +304,14 @@ def test_replicas_get_the_same_bytes_from_a_random_getitem(workers):
     assert got[0] == got[1] != got[2] == got[3]
 
 
-def test_without_data_axes_a_shuffled_loader_is_the_same_on_every_rank():
+def test_shuffled_loader_without_data_axes_is_alike_on_ranks():
     got = epochs(lambda: sharded(Ids(64), shuffle=True, shard_dims=None))
 
     assert got[0] == got[1]
     assert sorted(i for batch in got[0] for i in batch) == list(range(64))
 
 
-def test_a_world_sized_distributed_batch_sampler_is_refused():
+def test_world_sized_distributed_batch_sampler_is_refused():
     four = mesh([[0, 1], [2, 3]], "dp", "mp")
     with simulated_rank(1, 4):
         sampler = DistributedBatchSampler(Ids(), 2)
@@ -321,7 +321,7 @@ def test_a_world_sized_distributed_batch_sampler_is_refused():
             sharded(meshes=four, batch_sampler=sampler)
 
 
-def test_a_distributed_batch_sampler_of_another_rank_is_refused():
+def test_distributed_batch_sampler_of_another_rank_is_refused():
     with simulated_rank(1, 2):
         sampler = DistributedBatchSampler(Ids(), 2, num_replicas=2, rank=0)
         with pytest.raises(
@@ -342,7 +342,7 @@ def test_batch_size_none_serves_items_as_global_batches():
     assert got[1] == [[2, 3], [12, 13], [22, 23]]
 
 
-def test_batch_size_none_refuses_an_item_that_does_not_divide_at_its_step():
+def test_item_batch_that_does_not_divide_raises_at_its_step():
     batches = iter(sharded(Make(lambda i: np.arange(4 - i), 2), batch_size=None))
     next(batches)
 
@@ -353,7 +353,7 @@ def test_batch_size_none_refuses_an_item_that_does_not_divide_at_its_step():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_iterable_dataset_is_split_by_rows(workers):
+def test_iterable_dataset_is_split_by_rows(workers):
     class Squares(paddle.io.IterableDataset):
         def __iter__(self):
             return iter([i * i for i in range(8)])
@@ -372,7 +372,7 @@ def test_an_iterable_dataset_is_split_by_rows(workers):
 # Batches
 
 
-def test_input_keys_choose_what_is_delivered_and_nothing_vanishes_in_silence(caplog):
+def test_input_keys_choose_fields_and_name_those_left_out(caplog):
     both = Make(lambda i: {"x": np.array(i), "label": np.array(-i), "id": np.array(i)})
 
     assert list(next(iter(sharded(both)))) == ["x", "label", "id"]
@@ -410,7 +410,7 @@ def test_tensors_in_nested_dicts_are_distributed():
     assert local(leaf) == [0, 1]
 
 
-def test_what_is_no_tensor_passes_through():
+def test_leaves_that_are_no_tensors_pass_through():
     def collate(samples):
         return [np.array(samples), True, "text", None, {"n": "2"}, ["one", "two"]]
 
@@ -424,7 +424,7 @@ Point = collections.namedtuple("Point", "x y")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_structure_of_the_source_is_kept(workers):
+def test_structure_of_the_source_is_kept(workers):
     def sample(i):
         return collections.OrderedDict(
             p=Point(np.array(i), [np.array(i), "s"]), t=(np.array(i),)
@@ -440,7 +440,7 @@ def test_the_structure_of_the_source_is_kept(workers):
     assert type(batch["t"]) is list, "as paddle.io.DataLoader has it"
 
 
-def test_a_0d_field_is_an_error_not_a_crash():
+def test_0d_field_is_an_error_not_a_crash():
     def collate(samples):
         return [np.array(samples), np.array(1.0)]
 
@@ -455,7 +455,7 @@ def test_a_0d_field_is_an_error_not_a_crash():
     assert batch[1].shape == []
 
 
-def test_a_collate_that_pads_to_a_fixed_length_is_taken():
+def test_collate_that_pads_to_a_fixed_length_is_taken():
     def pad(samples):
         return np.array([np.pad(s, (0, 8 - len(s))) for s in samples])
 
@@ -468,9 +468,7 @@ def test_a_collate_that_pads_to_a_fixed_length_is_taken():
 
 
 @pytest.mark.parametrize(("dims", "shared"), [(["dp", None], 1), ([None, "dp"], 0)])
-def test_a_field_without_data_axes_is_the_whole_global_batch_on_every_rank(
-    dims, shared
-):
+def test_field_without_data_axes_is_the_whole_batch_on_all_ranks(dims, shared):
     pairs = Make(lambda i: (np.array(i), np.array(10 * i)))
 
     def run():
@@ -493,7 +491,7 @@ def test_a_field_without_data_axes_is_the_whole_global_batch_on_every_rank(
         assert placed[1 - shared] == ["Shard(dim=0)"]
 
 
-def test_pipeline_stages_with_other_data_ranks_see_the_same_global_shape():
+def test_pipeline_stages_see_the_same_global_shape():
     first, last = mesh([0, 1, 2, 3], "dp"), mesh([[4, 5], [6, 7]], "dp", "mp")
     pairs = Make(lambda i: (np.array(i), np.array(i)), 16)
 
@@ -517,7 +515,7 @@ def test_pipeline_stages_with_other_data_ranks_see_the_same_global_shape():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_users_loader_is_never_changed(workers):
+def test_users_loader_is_never_changed(workers):
     given = DataLoader(Ids(), batch_size=4, num_workers=workers)
     before = (
         dict(vars(given)),
@@ -556,7 +554,7 @@ class FakeEngine:
 # What Paddle's loader does that must be kept
 
 
-def test_a_batch_cut_by_accumulation_holds_whole_micro_batches():
+def test_batch_cut_by_accumulation_holds_whole_micro_batches():
     def make():
         sampler = BatchSampler(Ids(16), batch_size=4)
         sampler._acc_steps = 2
@@ -610,7 +608,7 @@ def test_several_axes_act_as_one():
         assert [got[rank] for rank in range(4)] == [[0], [1], [2], [3]]
 
 
-def test_trainers_may_assign_input_keys_and_look_at_the_batch_sampler():
+def test_input_keys_may_be_assigned_by_trainers():
     both = Make(lambda i: {"label": np.array(-i), "x": np.array(i)})
     with simulated_rank(1, 2):
         loader = sharded(both, [DP2, DP2])
@@ -670,7 +668,7 @@ def test_dense_tensor_idx_keeps_a_batch_that_is_one_tensor_local():
     assert batch.numpy().tolist() == [2, 3]
 
 
-def test_a_loader_that_is_sharded_already_is_refused():
+def test_loader_that_is_sharded_already_is_refused():
     with pytest.raises(SplitError, match="sharded already"):
         sharded(loader=sharded())
 

@@ -31,7 +31,7 @@ def trainer(**options):
     return type(loader), [batch.shape[0] for batch in loader]
 
 
-def test_a_trainer_gets_our_loader_until_it_is_undone():
+def test_trainer_gets_our_loader_until_it_is_undone():
     patch = paddle_shard.patch_paddle(tail="fill")
     try:
         assert trainer() == (paddle_shard.ShardDataloader, [4, 4])
@@ -101,9 +101,7 @@ OTHERS = {
         ),  # of which a set can hold none
     ],
 )
-def test_an_option_is_a_default_with_which_no_loader_fails_that_works_without(
-    kind, options
-):
+def test_patch_options_are_defaults_that_break_no_loader(kind, options):
     plain = [
         batch.shape
         for batch in paddle_shard.shard_dataloader(
@@ -134,7 +132,7 @@ def test_patch_paddle_leaves_out_and_names_an_option(caplog, monkeypatch):
     )
 
 
-def test_a_kind_of_shuffle_is_for_those_that_shuffle():
+def test_kind_of_shuffle_is_for_those_that_shuffle():
     with paddle_shard.patch_paddle(shuffle="paddle"):
         assert [
             b._local_value().numpy().tolist()
@@ -145,7 +143,7 @@ def test_a_kind_of_shuffle_is_for_those_that_shuffle():
         )._local_value().numpy().tolist() != [0, 1, 2, 3]
 
 
-def test_what_the_trainer_gives_stands_and_its_mistakes_are_its_own():
+def test_patch_keeps_the_trainers_arguments_and_errors():
     with paddle_shard.patch_paddle(seed=3):
         assert made(OTHERS["shuffled"](), seed=4).seed == 4
         with pytest.raises(ArgumentError, match="needs shard_dims"):
@@ -154,7 +152,7 @@ def test_what_the_trainer_gives_stands_and_its_mistakes_are_its_own():
             )
 
 
-def test_each_loader_that_a_trainer_makes_can_be_had():
+def test_patch_gives_access_to_each_loader_of_a_trainer():
     seen = []
     with paddle_shard.patch_paddle(on_loader=seen.append):
         loaders = [made(OTHERS["shuffled"]()), made(OTHERS["drop_last"]())]
@@ -177,7 +175,7 @@ def test_patch_has_the_position_of_a_dataloader_on_one_process():
     assert [rows for rows, _ in loop(state)] == [rows for rows, _ in whole[1:]]
 
 
-def test_it_is_undone_at_the_end_of_a_with_block_also_by_an_error():
+def test_patch_is_undone_at_the_end_of_a_with_block():
     with pytest.raises(ZeroDivisionError), paddle_shard.patch_paddle():
         assert dist.shard_dataloader is not ORIGINAL
         _ = 1 / 0
@@ -203,7 +201,7 @@ def test_patch_paddle_reaches_modules_that_imported_the_name(monkeypatch):
     assert module.shard_dataloader is ORIGINAL
 
 
-def test_the_signatures_begin_as_paddles():
+def test_signatures_begin_as_paddles():
     import inspect
 
     theirs = list(inspect.signature(ORIGINAL).parameters.values())

@@ -240,7 +240,7 @@ def test_prefetch_leaves_the_loops_random_numbers():
         assert trace(kind(), 2) == trace(kind(), 0)
 
 
-def test_prefetch_is_two_batches_unless_the_dataloader_has_no_buffer():
+def test_prefetch_is_two_unless_the_dataloader_has_no_buffer():
     buffered, unbuffered = Rows(), Rows()
     for dataset, buffer in ((buffered, True), (unbuffered, False)):
         given = paddle.io.DataLoader(dataset, batch_size=4, use_buffer_reader=buffer)

@@ -34,7 +34,7 @@ def test_step_info_tells_what_reading_costs():
     assert float(said.split("reader_cost: ")[1].split(" ")[0]) >= 0.008
 
 
-def test_an_evaluation_in_between_is_not_counted_as_reading_and_no_pass_is_held():
+def test_profiler_does_not_count_an_evaluation_as_reading():
     train = sharded(DataLoader(Made(), batch_size=4), ONE)
     with paddle.profiler.Profiler(timer_only=True) as profiler:
         batches = iter(train)
@@ -52,7 +52,7 @@ def test_an_evaluation_in_between_is_not_counted_as_reading_and_no_pass_is_held(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_profile_has_a_span_for_each_batch(workers, tmp_path, monkeypatch):
+def test_profile_has_a_span_for_each_batch(workers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where Paddle writes a folder of its own
     gc.collect()  # Paddle has one profiler at a time, and an earlier one may be in a cycle
     loader = sharded(

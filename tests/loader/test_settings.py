@@ -356,7 +356,7 @@ def stopped(made, steps):
         for name in c
     ],
 )
-def test_another_setting_is_the_same_run_or_is_refused(made, change, steps):
+def test_setting_that_differs_is_the_same_run_or_is_refused(made, change, steps):
     if made.__name__ in CONTENTS and made.__name__ not in FILES:
         pytest.skip("a library is not installed")
     state, expected = stopped(made, steps)
@@ -541,7 +541,7 @@ def options_of(one):
     return names
 
 
-def test_no_option_is_forgotten_here():
+def test_settings_of_this_test_are_complete():
     """A new option is tried above, or it says why its change cannot be another run."""
     public = {
         name: getattr(paddle_shard, name)

@@ -191,7 +191,7 @@ def test_data_set_that_begins_anew_in_iter_is_read_in_each_pass():
 
 
 @pytest.mark.parametrize("number", [3, 2.5, np.int64(4), np.float32(1)])
-def test_number_that_a_collate_fn_makes_of_a_ranks_rows_is_refused(number):
+def test_collate_fn_number_of_a_ranks_rows_is_refused(number):
     def collate_fn(samples):
         return {"x": np.stack(samples), "count": number, "flag": True, "name": "web"}
 
@@ -219,7 +219,7 @@ def test_fields_keep_the_order_of_the_first_batch():
         assert batch["y"].placements == [dist.Replicate()]
 
 
-def test_state_of_split_data_is_refused_on_another_number_of_data_ranks():
+def test_split_state_is_refused_on_another_number_of_data_ranks():
     def loader(size):
         mesh = dist.ProcessMesh(list(range(size)), dim_names=["dp"])
         return sharded(Samples(np.arange(16.0)), mesh, is_dataset_splitted=True)
@@ -285,7 +285,9 @@ def test_source_of_a_mixture_that_comes_late_is_seeded():
             shard_dims="dp",
             num_batches=8,
         )
-        return [row for batch in loader for row in batch.numpy().tolist()]
+        return [
+            row for batch in loader for row in batch._local_value().numpy().tolist()
+        ]
 
     np.random.seed(1)
     first = rows()
@@ -293,7 +295,7 @@ def test_source_of_a_mixture_that_comes_late_is_seeded():
     assert rows() == first
 
 
-def test_fields_of_a_list_of_its_own_type_are_those_of_each_batch():
+def test_fields_of_a_list_subclass_are_those_of_each_batch():
     class Texts(list):
         pass
 

@@ -69,7 +69,7 @@ def rows_of(batches, most=None):
         [{}, {"tail": "fill"}, {"tail": "drop"}, {"balance": np.arange(LENGTH)}]
     ),
 )
-def test_all_other_steps_of_the_run_are_delivered_as_before(
+def test_skip_steps_leave_all_other_steps_as_they_were(
     data_ranks, each, ranges, sampler, options
 ):
     at, size = mesh(list(range(data_ranks))), data_ranks * each
@@ -106,7 +106,7 @@ def test_all_other_steps_of_the_run_are_delivered_as_before(
 
 
 @pytest.mark.parametrize("sampler", [BatchSampler, Own, Unsized])
-def test_skipped_steps_are_never_read_and_the_certificate_is_exact(sampler):
+def test_skip_steps_are_never_read_and_certified_exactly(sampler):
     data = Reads()
     loader = make(
         data=data, sampler=sampler, skip_steps=[(3, 5), (20, 22), (22, 33)], verify=None
@@ -135,7 +135,7 @@ def test_skipped_steps_are_never_read_and_the_certificate_is_exact(sampler):
 
 
 @pytest.mark.parametrize("at", [1, 10, 11])
-def test_a_state_before_skipped_steps_goes_on_behind_them(at):
+def test_state_before_skipped_steps_goes_on_behind_them(at):
     """Steps 9 and 10 end the first epoch."""
     straight, resumed = make(skip_steps=[(9, 13)]), make(skip_steps=[(9, 13)])
     batches = iter(straight)
@@ -153,7 +153,7 @@ def test_a_state_before_skipped_steps_goes_on_behind_them(at):
     assert resumed.state_dict()["steps_before"] == (33 if at == 11 else 22)
 
 
-def test_items_that_are_batches_and_data_that_is_split_already_are_skipped_too():
+def test_skip_steps_of_item_batches_and_of_split_data():
     whole = sharded(
         DataLoader(Made(lambda i: np.full((2, 1), i), 5), batch_size=None),
         ONE,
@@ -200,7 +200,7 @@ def test_where_knows_the_skipped_steps():
         (None, [(4, 9)], True),
     ],
 )
-def test_a_resumed_run_may_skip_more_behind_its_position_only(then, now, is_refused):
+def test_resumed_run_may_skip_more_behind_its_position_only(then, now, is_refused):
     loader = make(skip_steps=then)
     with iter(loader) as batches:
         rows_of(batches, 6 if then is None else 4)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 ALL = [*(field.name for field in fields(Counts)), *DERIVED]
 
 
-def test_each_statistic_is_a_scalar_and_a_row_of_the_table_in_the_docs():
+def test_stats_are_scalars_and_rows_of_the_table_in_the_docs():
     loader = sharded(DataLoader(Made(length=10), batch_size=4), ONE)
     rows = re.findall(
         r"^\| (`.*?) \|", (ROOT / "docs/speed.md").read_text(), re.MULTILINE
@@ -29,7 +29,7 @@ def test_each_statistic_is_a_scalar_and_a_row_of_the_table_in_the_docs():
     ) == sorted(ALL)
 
 
-def test_a_pass_is_counted_anew_and_the_run_goes_on():
+def test_pass_is_counted_anew_and_the_run_goes_on():
     loader = sharded(DataLoader(Made(length=10), batch_size=4), ONE, tail="fill")
     for _ in range(2):
         for _ in loader:
@@ -43,7 +43,7 @@ def test_a_pass_is_counted_anew_and_the_run_goes_on():
     assert epoch.starved == pytest.approx(epoch.wait_seconds / seconds)
 
 
-def test_the_end_of_a_pass_is_waited_for_too():
+def test_end_of_a_pass_is_waited_for_too():
     """Workers are ended then."""
     loader = sharded(DataLoader(Made(length=10), batch_size=4, num_workers=2), ONE)
     batches = iter(loader)
@@ -56,11 +56,11 @@ def test_the_end_of_a_pass_is_waited_for_too():
     assert 0.8 * took - 0.001 < booked <= took + 0.001
 
 
-def test_nothing_is_divided_by_nothing():
+def test_stats_of_no_batches_divide_by_nothing():
     assert [getattr(Counts(), name) for name in DERIVED] == [0.0, None, 0.0]
 
 
-def test_a_look_at_another_batch_loses_no_count_of_the_pass_that_goes_on():
+def test_stats_keep_the_counts_of_a_pass_beside_another():
     loader = sharded(DataLoader(Made(np.float32, 40), batch_size=4), ONE)
     for step, _ in enumerate(loader):
         if step == 3:

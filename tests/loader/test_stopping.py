@@ -36,7 +36,7 @@ def loader(**options):
     )
 
 
-def test_a_loop_that_asks_learns_of_the_signal_and_goes_on():
+def test_loop_that_asks_learns_of_the_signal_and_goes_on():
     numbers = loader()
     assert not numbers.stop_requested
     found = []
@@ -48,7 +48,7 @@ def test_a_loop_that_asks_learns_of_the_signal_and_goes_on():
     assert loader().stop_requested, "all loaders of the same ranks know it"
 
 
-def test_the_handler_that_was_there_is_called_too_and_one_that_comes_later_counts_alone():
+def test_stop_requested_calls_the_handler_that_was_there():
     heard = []
     signal.signal(signal.SIGTERM, lambda *_: heard.append("first"))
     numbers = loader()
@@ -62,7 +62,7 @@ def test_the_handler_that_was_there_is_called_too_and_one_that_comes_later_count
     assert heard == ["first", "second"]
 
 
-def test_a_loop_that_does_not_ask_has_the_signals_that_it_had():
+def test_loop_that_does_not_ask_has_the_signals_that_it_had():
     before = signal.getsignal(signal.SIGTERM)
     assert len(list(loader())) == 8
     thread = threading.Thread(target=lambda: loader().stop_requested)
@@ -73,7 +73,7 @@ def test_a_loop_that_does_not_ask_has_the_signals_that_it_had():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_that_were_started_before_anybody_handled_the_signal_live_on(
+def test_stop_requested_spares_workers_started_before(
     persistent,
 ):
     before = children()
@@ -90,7 +90,7 @@ def test_workers_that_were_started_before_anybody_handled_the_signal_live_on(
     numbers.close()
 
 
-def test_a_rank_that_nobody_tells_is_told_so():
+def test_rank_that_nobody_tells_is_told_so():
     given = paddle.io.DataLoader(Made(np.array, 16), batch_size=2)
     with (
         simulated_rank(2, 3),
@@ -122,7 +122,7 @@ class Rank:
 
 
 @pytest.mark.parametrize("batch", range(4))
-def test_simulated_ranks_that_read_ahead_as_they_like_learn_of_it_at_the_same_step_of_the_same_pass(
+def test_stop_requested_is_true_at_one_step_on_simulated_ranks(
     batch,
 ):
     for seed in range(1000 * batch, 1000 * batch + trials(200)):

@@ -72,7 +72,7 @@ def static_model(loader):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_static_model_is_described_and_fed_without_moving_the_order(workers):
+def test_to_static_describes_inputs_without_moving_the_order(workers):
     loader = sharded(workers=workers)
     loader.set_epoch(2)
     expected = [x._local_value().numpy().tolist() for x, _ in loader]
@@ -113,7 +113,7 @@ def test_describing_reads_one_batch():
     ],
     ids=["dict", "namedtuple", "OrderedDict"],
 )
-def test_every_structure_can_be_described(make):
+def test_to_static_describes_every_structure(make):
     loader = sharded(make)
 
     _, model = static_model(loader)
@@ -122,7 +122,7 @@ def test_every_structure_can_be_described(make):
     assert [list(spec.shape) for spec in model._engine._labels_spec] == [[4, 1]]
 
 
-def test_the_class_is_one_of_paddles():
+def test_class_is_one_of_paddles():
     assert isinstance(sharded(), PaddleShardDataloader)
     assert PaddleShardDataloader is dist.auto_parallel.api.ShardDataloader
 
@@ -135,7 +135,7 @@ def test_the_class_is_one_of_paddles():
         (lambda x, y: [x, "name", y], "this loader's are list of Tensor, str"),
     ],
 )
-def test_what_a_static_model_cannot_take_is_refused(make, text):
+def test_to_static_refuses_what_a_model_cannot_take(make, text):
     with pytest.raises(BatchStructureError, match=text):
         static_model(sharded(make))
 
@@ -147,7 +147,7 @@ def test_to_static_rejects_a_shorter_last_batch():
         static_model(sharded(length=6, tail=tail))
 
 
-def test_a_bare_next_of_a_call_is_the_first_batch_of_a_pass():
+def test_bare_next_of_a_call_is_the_first_batch_of_a_pass():
     loader = sharded()
     called = loader()
 
@@ -163,7 +163,7 @@ def local(batch):
     return batch[0]._local_value().numpy().tolist()
 
 
-def test_what_a_call_returns_is_the_loader():
+def test_calling_a_loader_returns_it():
     loader = sharded(length=8)
     called = loader()
 
@@ -187,7 +187,7 @@ def test_what_a_call_returns_is_the_loader():
 
 
 @pytest.mark.parametrize("loads", [0, 1, 2])
-def test_a_stream_that_was_described_counts_after_a_load_of_the_same_position(loads):
+def test_to_static_look_at_a_stream_serves_a_later_load(loads):
     """The pass that was looked at is handed out: it is one of the run, whenever the position was loaded."""
 
     def made():
@@ -213,9 +213,7 @@ def test_a_stream_that_was_described_counts_after_a_load_of_the_same_position(lo
 
 
 @pytest.mark.parametrize("makes", [paddle.to_tensor, np.array])
-def test_tensors_for_a_static_program_are_made_on_the_training_thread(
-    makes, monkeypatch
-):
+def test_to_static_tensors_are_made_on_the_training_thread(makes, monkeypatch):
     """`DistModel` switches the process to static mode: a thread that makes a tensor then adds to the program."""
     threads = []
 
@@ -237,7 +235,7 @@ def test_tensors_for_a_static_program_are_made_on_the_training_thread(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_that_was_described_and_closed_delivers_the_whole_epoch(workers):
+def test_to_static_look_at_a_closed_loader_serves_the_whole_epoch(workers):
     given = DataLoader(Made(length=12), batch_size=4, num_workers=workers)
     loader = helpers.sharded(given, ONE)
     loader._first_batch()

@@ -81,7 +81,7 @@ def trained(
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_a_run_goes_on_at_any_step_in_the_order_of_its_epoch(static, tmp_path):
+def test_run_goes_on_at_any_step_in_the_order_of_its_epoch(static, tmp_path):
     straight = trained(
         tmp_path / "straight", paddle_shard.TrainerCallback(), static=static
     )
@@ -104,7 +104,7 @@ def test_a_run_goes_on_at_any_step_in_the_order_of_its_epoch(static, tmp_path):
 
 @pytest.mark.parametrize("passed", [True, False])
 @pytest.mark.parametrize("static", [False, True])
-def test_a_trainer_that_trains_again_goes_on_where_it_was(passed, static, tmp_path):
+def test_trainer_that_trains_again_goes_on_where_it_was(passed, static, tmp_path):
     given, position = (
         paddle.io.DataLoader(Ids(), batch_size=4),
         paddle_shard.TrainerCallback(),
@@ -139,7 +139,7 @@ def test_a_trainer_that_trains_again_goes_on_where_it_was(passed, static, tmp_pa
     ]
 
 
-def test_a_trainer_that_does_not_say_on_which_of_two_it_trains_is_asked(tmp_path):
+def test_trainer_callback_asks_which_of_two_loaders_trains(tmp_path):
     position = paddle_shard.TrainerCallback()
     with paddle_shard.patch_paddle():
         for _ in range(2):
@@ -150,7 +150,7 @@ def test_a_trainer_that_does_not_say_on_which_of_two_it_trains_is_asked(tmp_path
             position.on_save(arguments(tmp_path), SimpleNamespace(global_step=1), None)
 
 
-def test_a_checkpoint_elsewhere_is_given_and_one_without_a_position_is_refused(
+def test_trainer_callback_refuses_a_checkpoint_without_position(
     tmp_path,
 ):
     trained(tmp_path / "old", paddle_shard.TrainerCallback(), stop=2)
@@ -204,7 +204,7 @@ def test_default_trainer_callback_lets_paddles_loader_train(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_trainer_callback_reads_the_checkpoint_that_the_trainer_has_loaded(tmp_path):
+def test_trainer_callback_reads_the_checkpoint_that_was_loaded(tmp_path):
     """1.2.0's DPO resumes from the last checkpoint of `output_dir`, whatever `resume_from_checkpoint` says."""
     args = arguments(tmp_path)
     for told, step, folder in [
@@ -219,9 +219,7 @@ def test_trainer_callback_reads_the_checkpoint_that_the_trainer_has_loaded(tmp_p
 
 @pytest.mark.parametrize("accumulation", [2, 3])
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_trainer_callback_resumes_where_steps_end_amid_micro_batches(
-    accumulation, stop, tmp_path
-):
+def test_trainer_callback_resumes_amid_micro_batches(accumulation, stop, tmp_path):
     """Trainers take an epoch for finished before its last micro-batches are read; none of them is lost."""
     how = {"accumulation": accumulation, "epochs": 4}
     straight = trained(tmp_path / "straight", paddle_shard.TrainerCallback(), **how)
@@ -231,7 +229,7 @@ def test_trainer_callback_resumes_where_steps_end_amid_micro_batches(
     assert begun + rest == straight
 
 
-def test_a_trainer_that_is_about_to_skip_by_reading_is_refused(tmp_path):
+def test_trainer_that_is_about_to_skip_by_reading_is_refused(tmp_path):
     trained(tmp_path, paddle_shard.TrainerCallback(), stop=2)
     args = arguments(tmp_path)  # as of a callback that was added later
 
@@ -241,7 +239,7 @@ def test_a_trainer_that_is_about_to_skip_by_reading_is_refused(tmp_path):
         )
 
 
-def test_a_callback_may_write_the_statistics_when_the_trainer_logs():
+def test_trainer_callback_may_log_the_statistics():
     given = paddle.io.DataLoader(Ids(), batch_size=4)
     loaders, written = [], {}
 

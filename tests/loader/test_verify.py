@@ -20,20 +20,20 @@ def told(arrays, key="the same", step=3):
 
 
 @pytest.mark.parametrize("verify", ["first", None, 1, 5, np.int64(2)])
-def test_a_process_that_is_alone_compares_nothing(verify):
+def test_process_that_is_alone_compares_nothing(verify):
     assert locals_of(
         sharded(DataLoader(Made(length=4), batch_size=2), ONE, verify=verify)
     ) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("verify", ["last", 0, -1, True, 2.0, "2"])
-def test_a_bad_verify_is_named(verify):
+def test_bad_verify_is_named(verify):
     with pytest.raises(ArgumentError, match="verify must be 'first', an int >= 1"):
         sharded(DataLoader(Made(length=4), batch_size=2), ONE, verify=verify)
 
 
 @pytest.mark.parametrize("kind", ["value", "dtype", "shape", "a field less", "nan"])
-def test_any_difference_of_the_same_samples_is_an_error(kind):
+def test_verify_finds_any_difference_of_the_same_samples(kind):
     mine = {"['a']": np.zeros((3, 2)), "['b']": np.arange(3.0)}
     other = {name: array.copy() for name, array in mine.items()}
     if kind == "value":
@@ -56,7 +56,7 @@ def test_any_difference_of_the_same_samples_is_an_error(kind):
     compare_batches({1: told(mine), 4: told(same)}, {})
 
 
-def test_a_summary_of_a_large_batch_stays_small():
+def test_summary_of_a_large_batch_stays_small():
     found = told({"['a']": np.zeros((10_000, 3))})
     assert len(str(found)) < 500
     with pytest.raises(

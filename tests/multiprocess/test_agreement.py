@@ -44,20 +44,20 @@ def test_survivors_name_the_rank_that_was_killed(num_ranks, victim, tmp_path):
         assert report[3].startswith(f"Global rank {victim} has ended or was killed")
 
 
-def test_a_rank_that_sleeps_is_named_at_the_deadline(tmp_path):
+def test_rank_that_sleeps_is_named_at_the_deadline(tmp_path):
     for report in run_unsound("silent", 4, tmp_path, 1):
         assert report[1:3] == ["lost", [1]]
         assert "global rank 1 read up to step" in report[3]
         assert report[4] == TIMEOUT
 
 
-def test_a_frozen_process_is_named_at_the_deadline(tmp_path):
+def test_frozen_process_is_named_at_the_deadline(tmp_path):
     for report in run_unsound("stopped", 4, tmp_path, 1):
         assert report[1:3] == ["lost", [1]]
         assert report[4] == TIMEOUT
 
 
-def test_a_rank_that_leaves_alone_is_named(tmp_path):
+def test_rank_that_leaves_alone_is_named(tmp_path):
     for report in run_unsound("leaves", 4, tmp_path, 1):
         assert report[1:3] == ["lost", [1]]
         assert "left by global rank 1 after 7 steps" in report[3]

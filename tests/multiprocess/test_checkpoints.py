@@ -21,7 +21,7 @@ def run(ranks, tmp_path, name, *args):
 
 
 @pytest.mark.multiprocess
-def test_a_split_model_goes_on_on_other_meshes_and_at_last_in_one_process(tmp_path):
+def test_checkpoints_resume_a_split_model_on_other_meshes(tmp_path):
     [straight] = run_ranks(
         WORKER, 1, tmp_path / "straight", args=[tmp_path / "other", "1x1", 10, "alone"]
     )
@@ -45,7 +45,7 @@ def test_a_split_model_goes_on_on_other_meshes_and_at_last_in_one_process(tmp_pa
 
 
 @pytest.mark.multiprocess
-def test_tensors_split_in_any_way_are_loaded_as_they_are_split_in_any_other_or_whole(
+def test_checkpoints_load_tensors_under_any_other_split(
     tmp_path,
 ):
     ranks = run_ranks(
@@ -71,7 +71,7 @@ def test_tensors_split_in_any_way_are_loaded_as_they_are_split_in_any_other_or_w
 
 
 @pytest.mark.multiprocess
-def test_a_loader_on_whose_meshes_the_first_rank_is_not_is_saved(tmp_path):
+def test_loader_on_whose_meshes_the_first_rank_is_not_is_saved(tmp_path):
     ranks = run_ranks(
         Path(__file__).parent / "off_mesh_worker.py",
         3,
@@ -85,7 +85,7 @@ def test_a_loader_on_whose_meshes_the_first_rank_is_not_is_saved(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_what_fails_on_one_rank_fails_on_all_and_an_overtaken_job_ends_on_all(tmp_path):
+def test_checkpoints_fail_on_all_ranks_if_one_fails(tmp_path):
     one, two = run(2, tmp_path, "errors", "2x1", 3, "errors")
 
     assert (
@@ -124,7 +124,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_an_overtaken_job_ends_on_all(tm
 
 
 @pytest.mark.multiprocess
-def test_each_rank_gets_its_own_state_of_data_that_is_split_already_and_on_other_ranks_that_is_refused(
+def test_checkpoints_hold_a_state_per_rank_of_split_data(
     tmp_path,
 ):
     worker = Path(__file__).parent / "split_checkpoints_worker.py"

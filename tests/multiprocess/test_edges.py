@@ -64,7 +64,7 @@ def of_ranks(tmp_path_factory):
     return reports
 
 
-def test_uneven_files_make_the_same_steps_on_all_ranks_and_deliver_each_row_once(
+def test_uneven_files_give_equal_steps_and_each_row_once(
     of_ranks,
 ):
     for passes in zip(*of_ranks(2, "streams"), strict=True):
@@ -74,7 +74,7 @@ def test_uneven_files_make_the_same_steps_on_all_ranks_and_deliver_each_row_once
         ) == list(range(1, sum(ROWS) + 1))
 
 
-def test_rows_that_are_shuffled_in_uneven_parts_are_each_delivered_once_in_as_many_steps_on_all_ranks(
+def test_uneven_shuffled_parts_give_equal_steps_and_rows_once(
     of_ranks,
 ):
     first, second = of_ranks(2, "mixed")
@@ -84,20 +84,20 @@ def test_rows_that_are_shuffled_in_uneven_parts_are_each_delivered_once_in_as_ma
         assert len(rows) == len(set(rows)) == int(name.split()[0]), name
 
 
-def test_a_bad_sample_is_raised_on_all_ranks_at_the_same_step(of_ranks):
+def test_bad_sample_is_raised_on_all_ranks_at_the_same_step(of_ranks):
     for steps in of_ranks(2, "fails"):
         assert len(steps) == 6
         assert "DataReadError" in steps[5]
         assert "no disk" in steps[5]
 
 
-def test_the_certificate_counts_all_ranks(of_ranks):
+def test_certificate_counts_all_ranks(of_ranks):
     for exact, text in of_ranks(2, "certificate"):
         assert exact, text
         assert "22 samples exactly once" in text
 
 
-def test_the_certificate_counts_one_of_the_stages_that_have_different_numbers_of_data_ranks(
+def test_certificate_counts_one_pipeline_stage(
     of_ranks,
 ):
     for half, whole in of_ranks(3, "stages"):
@@ -105,7 +105,7 @@ def test_the_certificate_counts_one_of_the_stages_that_have_different_numbers_of
         assert whole.endswith("each of 22 samples exactly once"), whole
 
 
-def test_a_mesh_of_ranks_that_the_job_does_not_have_is_refused_on_every_rank(of_ranks):
+def test_mesh_with_ranks_beyond_the_job_is_refused_on_all_ranks(of_ranks):
     for text in of_ranks(2, "too_large"):
         assert text.startswith(
             "ArgumentError: meshes names the global rank 2, but this job has 2 ranks"
@@ -122,9 +122,7 @@ def test_a_mesh_of_ranks_that_the_job_does_not_have_is_refused_on_every_rank(of_
         ("on all", "tail must be"),
     ],
 )
-def test_a_loader_that_one_rank_alone_cannot_make_is_refused_on_every_rank_at_once(
-    of_ranks, case, shown
-):
+def test_loader_that_fails_on_one_rank_fails_on_all_at_once(of_ranks, case, shown):
     found = of_ranks(2, "not_made")
     (first, waited), (second, _) = (of_rank[case] for of_rank in found)
 
@@ -138,7 +136,7 @@ def test_a_loader_that_one_rank_alone_cannot_make_is_refused_on_every_rank_at_on
     assert waited < HANG / 4, "not only when the timeout is over"
 
 
-def test_ranks_of_which_one_could_not_make_its_loader_can_go_on_with_another(of_ranks):
+def test_loader_can_be_made_after_one_that_failed_on_one_rank(of_ranks):
     first, second = (of_rank["later"] for of_rank in of_ranks(2, "not_made"))
 
     assert [a + b for a, b in zip(first, second, strict=True)] == [
@@ -196,7 +194,7 @@ def test_ranks_of_which_one_could_not_make_its_loader_can_go_on_with_another(of_
         ),
     ],
 )
-def test_what_must_be_the_same_and_is_not_is_an_error_with_both_values_on_every_rank(
+def test_arguments_that_differ_between_ranks_are_named_on_all(
     argument, shown, of_ranks
 ):
     for found in of_ranks(2, "differ"):
@@ -205,7 +203,7 @@ def test_what_must_be_the_same_and_is_not_is_an_error_with_both_values_on_every_
         assert shown in text
 
 
-def test_other_costs_on_a_rank_are_an_error_at_the_first_step_that_differs(of_ranks):
+def test_balance_costs_that_differ_are_an_error_at_their_step(of_ranks):
     for found in of_ranks(2, "differ"):
         *steps, text = found["balance"]
         assert steps == steps[:2]  # whose rows are dealt alike
@@ -217,9 +215,7 @@ def test_other_costs_on_a_rank_are_an_error_at_the_first_step_that_differs(of_ra
     ("case", "text"),
     [("split_fails", "no disk"), ("split_empty", "has yielded no batch in epoch 0")],
 )
-def test_split_data_of_which_one_rank_has_no_first_batch_is_told_on_every_rank(
-    case, text, of_ranks
-):
+def test_split_data_without_a_first_batch_is_named_on_all_ranks(case, text, of_ranks):
     for (error,), seconds in of_ranks(2, case):
         assert text in error
         assert seconds < HANG
@@ -240,9 +236,7 @@ def test_split_data_of_which_one_rank_has_no_first_batch_is_told_on_every_rank(
         ("costs", 0),
     ],
 )
-def test_ranks_that_read_different_data_are_told_and_ranks_that_read_the_same_are_not(
-    kind, delivered, of_ranks
-):
+def test_streams_that_differ_between_ranks_are_named(kind, delivered, of_ranks):
     reports = of_ranks(2, "different_data")
     for found in reports:
         *steps, text = found[kind]
@@ -266,11 +260,11 @@ def test_loader_names_ranks_with_other_numbers_of_whole_batches(of_ranks):
         )
 
 
-def test_ranks_with_different_numbers_of_workers_resume_whole_batches(of_ranks):
+def test_whole_batches_resume_with_other_numbers_of_workers(of_ranks):
     assert of_ranks(2, "resumed_apart") == [9, 9]
 
 
-def test_a_rank_that_iterates_alone_says_whom_it_waits_for_and_goes_on_when_they_come(
+def test_rank_alone_logs_whom_it_waits_for_and_continues(
     of_ranks,
 ):
     (steps, said), (others, silent) = of_ranks(2, "alone")
@@ -284,14 +278,14 @@ def test_a_rank_that_iterates_alone_says_whom_it_waits_for_and_goes_on_when_they
     ]
 
 
-def test_a_loop_that_changes_its_data_has_nothing_read_ahead(of_ranks):
+def test_loop_that_changes_its_data_has_nothing_read_ahead(of_ranks):
     for read in of_ranks(2, "nothing_ahead"):
         looked_at = read[0] - 2  # by which the ranks see that they have the same data
         assert looked_at == 4
         assert [count - looked_at for count in read] == [2, 4, 6, 8, 10, 12, 14, 16]
 
 
-def test_a_sampler_with_a_generator_of_its_own_draws_on_where_one_data_rank_has_all(
+def test_sampler_with_its_own_generator_serves_one_data_rank(
     of_ranks,
 ):
     """How it splits need not be found out, for which each pass would have a copy of it as it was in the beginning."""
@@ -319,7 +313,7 @@ def test_paddles_own_environment_can_be_made_later(num_ranks, of_ranks):
     assert sorted(rows) == list(range(24))
 
 
-def test_a_loader_that_only_the_ranks_of_its_mesh_make_waits_for_no_other(of_ranks):
+def test_loader_waits_only_for_the_ranks_of_its_mesh(of_ranks):
     others, *passes = of_ranks(3, "on_the_mesh_only")
 
     assert others is None
@@ -329,11 +323,11 @@ def test_a_loader_that_only_the_ranks_of_its_mesh_make_waits_for_no_other(of_ran
     )
 
 
-def test_a_rank_on_no_mesh_makes_the_steps_of_the_others(of_ranks):
+def test_rank_on_no_mesh_makes_the_steps_of_the_others(of_ranks):
     assert len(set(of_ranks(3, "on_no_mesh"))) == 1
 
 
-def test_a_single_process_and_a_mesh_of_two_is_said_with_the_way_to_launch(caplog):
+def test_single_process_with_a_mesh_of_two_warns_how_to_launch(caplog):
     mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
     data = paddle.io.TensorDataset([paddle.arange(8)])
 

@@ -178,7 +178,7 @@ def test_global_batches_are_those_of_one_process(of_ranks, case):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_padded_is_said_on_all_ranks_at_the_same_step(of_ranks, case):
+def test_pad_to_errors_are_raised_on_all_ranks_at_one_step(of_ranks, case):
     steps, texts = REFUSED[case]
     for report in of_ranks(case):
         *delivered, failure = report["straight"]
@@ -187,7 +187,7 @@ def test_what_cannot_be_padded_is_said_on_all_ranks_at_the_same_step(of_ranks, c
             assert text in failure
 
 
-def test_a_static_model_trains_on_rows_of_one_length(of_ranks):
+def test_static_model_trains_on_rows_of_one_length(of_ranks):
     scale, wanted = np.full([16, 1], 0.1), []
     for first in range(0, len(LENGTHS) - 3, 4):
         samples = [document(number) for number in range(first, first + 4)]

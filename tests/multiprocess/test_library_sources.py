@@ -34,9 +34,7 @@ def local(tmp_path):
     return str(folder)
 
 
-def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(
-    local, tmp_path
-):
+def test_ranks_and_workers_read_the_batches_of_one_process(local, tmp_path):
     check(
         [(source, local, STOPS[number % 2]) for number, source in enumerate(ON_RANKS)],
         local,

@@ -27,13 +27,13 @@ def test_real_ranks_get_what_simulated_ranks_get(num_ranks, run_case):
             assert reports[rank][name] == simulated[rank], f"rank {rank}: {name}"
 
 
-def test_a_loop_that_was_left_is_said_to_begin_again_also_the_first_of_a_process(
+def test_loader_warns_if_an_epoch_begins_again(
     run_case,
 ):
     assert run_case(WORKER, 2, "left", CASES[2], timeout=2 * HANG) == [[0, 1, 1]] * 2
 
 
-def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):
+def test_split_data_of_another_split_is_refused_on_all_ranks(run_case):
     reports = run_case(WORKER, 4, "split", CASES[4], timeout=2 * HANG)
 
     for rank, report in enumerate(reports):
@@ -83,7 +83,7 @@ def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):
         )
 
 
-def test_a_balanced_sequence_is_what_paddles_ring_attention_makes(run_case):
+def test_balanced_sequence_equals_paddles_ring_attention(run_case):
     reports = run_case(WORKER, 2, "sequence", CASES[2], timeout=2 * HANG)
 
     for rank, chunks in enumerate([(0, 3), (1, 2)]):

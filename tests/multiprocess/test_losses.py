@@ -9,7 +9,7 @@ from tests.jobs import run_ranks
 
 
 @pytest.mark.multiprocess
-def test_the_loss_of_the_page_is_the_mean_over_the_tokens_that_count_and_paddles_mean_is_not(
+def test_masked_loss_of_the_docs_is_the_mean_over_valid_tokens(
     tmp_path,
 ):
     for found in run_ranks(

@@ -28,7 +28,7 @@ WORKER = Path(__file__).parent / "lost_worker.py"
     ("kind", "loop", "victim", "workers"),
     [("map", 1, 0, 0), ("map", 2, 1, 2), ("stream", 1, 1, 0), ("stream", 2, 0, 2)],
 )
-def test_a_killed_rank_is_named_and_leaves_no_process(
+def test_killed_rank_is_named_and_leaves_no_process(
     kind, loop, victim, workers, tmp_path
 ):
     args = ["lost", kind, str(workers), str(loop), str(victim)]
@@ -50,7 +50,7 @@ def test_a_killed_rank_is_named_and_leaves_no_process(
         ("refuse", "loop", 1, 2),
     ],
 )
-def test_a_rank_that_ends_before_the_first_call_is_named_at_once(
+def test_rank_that_ends_before_the_first_call_is_named_at_once(
     how, call, victim, num_ranks, tmp_path
 ):
     with start_ranks(
@@ -69,9 +69,7 @@ def test_a_rank_that_ends_before_the_first_call_is_named_at_once(
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_rank_that_is_stopped_is_named_when_the_timeout_is_over_and_not_that_of_another_loader(
-    victim, tmp_path
-):
+def test_stopped_rank_is_named_after_the_timeout_of_its_loader(victim, tmp_path):
     with start_ranks(
         WORKER, 4, tmp_path, args=["stopped", str(victim)], timeout=HANG
     ) as job:
@@ -83,7 +81,7 @@ def test_a_rank_that_is_stopped_is_named_when_the_timeout_is_over_and_not_that_o
 
 
 @pytest.mark.multiprocess
-def test_a_rank_that_ends_while_it_looks_for_the_others_ends_well(tmp_path):
+def test_rank_may_exit_while_it_connects_to_the_others(tmp_path):
     assert run_ranks(WORKER, 2, tmp_path, args=["unmet"], timeout=HANG) == ["ended"] * 2
 
 
@@ -146,7 +144,7 @@ def test_ranks_that_paddle_spawns_meet(tmp_path):
         ({"PADDLE_MASTER": "[::1]:5"}, ("::1", 5)),
     ],
 )
-def test_the_store_is_looked_for_where_paddle_puts_it(variables, address, monkeypatch):
+def test_store_is_looked_for_where_paddle_puts_it(variables, address, monkeypatch):
     for name in (
         "PADDLE_MASTER",
         "MASTER_ADDR",
@@ -164,7 +162,7 @@ def test_the_store_is_looked_for_where_paddle_puts_it(variables, address, monkey
 
 
 @pytest.mark.parametrize("found", [None, "127.0.0.1:0", "127.0.0.1", "host:port", ":5"])
-def test_an_environment_that_does_not_say_where_is_refused_at_once(found, monkeypatch):
+def test_rendezvous_without_an_address_is_refused_at_once(found, monkeypatch):
     for name in (
         "PADDLE_MASTER",
         "MASTER_ADDR",
@@ -185,9 +183,7 @@ def test_an_environment_that_does_not_say_where_is_refused_at_once(found, monkey
 
 
 @pytest.mark.parametrize("members", [(0, 1), (1, 2)])
-def test_a_store_whose_process_has_ended_before_the_ranks_have_met_is_named_at_once(
-    members, monkeypatch
-):
+def test_lost_store_is_named_before_the_ranks_have_met(members, monkeypatch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         monkeypatch.setenv("PADDLE_MASTER", f"127.0.0.1:{probe.getsockname()[1]}")
@@ -237,7 +233,7 @@ def has_come(meeting, *ranks):
     return lambda: meeting.coordinators[4].network._missing == {4, 5, 6} - {*ranks}
 
 
-def test_a_slow_start_is_no_death(meeting):
+def test_slow_start_is_no_death(meeting):
     found = [meeting.start(4), meeting.start(5)]
     until(has_come(meeting, 4, 5))
     time.sleep(4.0)
@@ -246,7 +242,7 @@ def test_a_slow_start_is_no_death(meeting):
     until(lambda: found == [[["from 4", "from 5", "from 6"]]] * 3)
 
 
-def test_who_ends_before_all_have_met_is_named_to_those_who_wait_and_those_who_come_later(
+def test_rank_lost_before_the_meeting_is_named_to_early_and_late(
     meeting,
 ):
     first, _ = meeting.start(4), meeting.start(5)
@@ -278,7 +274,7 @@ def test_coordinator_that_leaves_names_whom_it_has_waited_for(has_waited, meetin
     assert error.ranks == ((6,) if has_waited else (4,))
 
 
-def test_a_forked_child_does_not_keep_the_connections_of_its_rank():
+def test_forked_child_closes_the_connections_of_its_rank():
     with Meeting((0, 1)) as meeting:
         found = [meeting.start(0)]
         until(lambda: meeting.store.counts)

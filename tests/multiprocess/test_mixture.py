@@ -23,7 +23,7 @@ def joined(reports, name, data_ranks):
     ]
 
 
-def test_real_ranks_mix_by_the_schedule_and_resume_with_more_of_it(tmp_path):
+def test_mixture_schedule_on_real_ranks_resumes_and_is_extended(tmp_path):
     reports = run_ranks(
         Path(__file__).with_name("mixture_worker.py"), 4, tmp_path, timeout=2 * HANG
     )

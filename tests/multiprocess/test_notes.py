@@ -9,7 +9,7 @@ WORKER = Path(__file__).parent / "notes_worker.py"
 
 
 @pytest.mark.multiprocess
-def test_rows_of_another_shape_and_rows_that_one_replica_could_not_read_are_known_to_all_ranks(
+def test_step_messages_share_row_shapes_and_skipped_rows(
     tmp_path,
 ):
     one, two = run_ranks(WORKER, 2, tmp_path, timeout=2 * HANG)

@@ -15,7 +15,7 @@ def reports(run_once, case):
     return run_once(WORKER, 4, [case], timeout=HANG)
 
 
-def test_one_rank_of_those_with_the_same_rows_reads_them_once(run_once):
+def test_replicas_leader_alone_reads_shared_rows(run_once):
     found = reports(run_once, "reads")
 
     leaders = {
@@ -61,7 +61,7 @@ def test_one_rank_of_those_with_the_same_rows_reads_them_once(run_once):
         "bare rank fields",
     ],
 )
-def test_what_is_shared_is_what_each_rank_would_have_read(run_once, case):
+def test_replicas_leader_gives_what_each_would_have_read(run_once, case):
     for rank, report in enumerate(reports(run_once, "same_as_each")):
         shared, each = report[case]
         assert shared == each, f"rank {rank}"

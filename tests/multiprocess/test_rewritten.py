@@ -22,9 +22,7 @@ def reports(tmp_path_factory):
 @pytest.mark.parametrize(
     "case", ["two data ranks", "with workers", "replicas", "a leader"]
 )
-def test_the_first_ranks_state_refuses_a_file_that_any_rank_was_reading_on_all_ranks(
-    case, reports
-):
+def test_state_refuses_a_rewritten_file_of_any_rank_on_all(case, reports):
     for report in reports:
         alike, same, other, anyway = report[case]
         assert alike, "the states of all ranks name the same files"

@@ -16,7 +16,7 @@ def part_lengths():
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_all_ranks_end_or_fail_at_the_same_step(num_ranks, run_once):
+def test_stream_ends_or_fails_at_one_step_on_all_ranks(num_ranks, run_once):
     reports = run_once(WORKER, num_ranks)
     lengths = part_lengths()
     assert (min(lengths), max(lengths)) == (5, 8)
@@ -64,7 +64,7 @@ def test_all_ranks_end_or_fail_at_the_same_step(num_ranks, run_once):
         ), found
 
 
-def test_local_batches_of_unequal_number_and_length_are_evened_out(run_once):
+def test_local_batches_of_unequal_number_and_length_are_padded(run_once):
     reports = run_once(WORKER, 2)
 
     for rank, report in enumerate(reports):

@@ -82,9 +82,7 @@ def check_coverage(source, tail, steps):
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
-def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(
-    num_ranks, tmp_path
-):
+def test_ranks_and_workers_read_the_batches_of_one_process(num_ranks, tmp_path):
     reports = run_ranks(
         HERE / "stream_worker.py", num_ranks, tmp_path, timeout=4 * HANG
     )

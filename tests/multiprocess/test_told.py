@@ -39,9 +39,7 @@ def reports(tmp_path_factory):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_only_one_rank_cannot_make_is_an_error_on_all_that_names_rank_and_reason(
-    call, reports
-):
+def test_call_that_fails_on_one_rank_is_named_on_all(call, reports):
     *others, (kind, text, seconds) = (report[call] for report in reports)
 
     assert text in CALLS[call] or CALLS[call].partition("failed: ")[2] in text
@@ -57,7 +55,7 @@ def test_a_call_that_only_one_rank_cannot_make_is_an_error_on_all_that_names_ran
 
 
 @pytest.mark.multiprocess
-def test_in_random_sequences_of_calls_all_ranks_are_told_which_one_of_them_has_made_a_wrong_one(
+def test_random_sequences_of_calls_name_the_wrong_rank_on_all(
     reports,
 ):
     for of_ranks in zip(*(report["at random"] for report in reports), strict=True):
@@ -111,7 +109,7 @@ def test_ranks_in_a_loop_are_told_why_another_has_left_it(how, victim, cause, tm
     ("how", "victim", "num_ranks"),
     [("import", 1, 2), ("stream", 1, 3), ("exit", 2, 3), ("import", 0, 3)],
 )
-def test_a_rank_that_ends_before_it_makes_a_loader_is_named_at_once(
+def test_rank_that_exits_before_its_loader_is_named_at_once(
     how, victim, num_ranks, tmp_path
 ):
     with start_ranks(
@@ -131,7 +129,7 @@ def test_a_rank_that_ends_before_it_makes_a_loader_is_named_at_once(
 
 
 @pytest.mark.multiprocess
-def test_a_rank_ends_at_once_though_the_process_that_should_hear_of_it_is_stopped(
+def test_rank_exits_at_once_though_its_peer_is_stopped(
     tmp_path,
 ):
     with start_ranks(
@@ -149,7 +147,7 @@ paddle_shard.shard_dataloader(paddle.io.DataLoader(list(range(100)), batch_size=
 
 
 @pytest.mark.multiprocess
-def test_a_loader_that_all_ranks_refuse_says_nothing_else_when_they_end(tmp_path):
+def test_loader_refused_by_all_ranks_logs_nothing_at_exit(tmp_path):
     """They end before they have met, which nobody else need know."""
     (tmp_path / "refused.py").write_text(REFUSED)
     with pytest.raises(RanksFailed) as failed:

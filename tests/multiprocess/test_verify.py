@@ -40,9 +40,7 @@ def reports(tmp_path_factory):
         ("damaged, nothing", 4),
     ],
 )
-def test_nothing_is_said_where_nothing_differs_or_nothing_is_compared(
-    case, steps, reports
-):
+def test_verify_is_silent_if_nothing_differs_or_is_compared(case, steps, reports):
     assert [report[case] for report in reports] == [[steps, ""]] * 4
 
 
@@ -78,9 +76,7 @@ def test_nothing_is_said_where_nothing_differs_or_nothing_is_compared(
         ("damaged, text", 0, "digests: ['text']: "),
     ],
 )
-def test_data_that_differ_between_replicas_are_an_error_on_every_rank(
-    case, steps, says, reports
-):
+def test_verify_raises_on_all_ranks_if_replicas_differ(case, steps, says, reports):
     for report in reports:
         found, text = report[case]
         assert found == steps
@@ -100,9 +96,7 @@ def test_data_that_differ_between_replicas_are_an_error_on_every_rank(
         ),
     ],
 )
-def test_data_ranks_that_hold_different_data_are_told_both_on_every_rank(
-    case, says, reports
-):
+def test_verify_names_both_data_ranks_that_differ(case, says, reports):
     """Data that the user has split, and data of another version, have the lengths that they should have."""
     for report in reports:
         found, text = report[case]

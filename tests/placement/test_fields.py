@@ -11,7 +11,7 @@ from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import DP2, ONE, Made, mesh, sharded
 
 
-def test_a_replicated_field_of_another_mesh_has_its_global_shape_everywhere():
+def test_replicated_field_of_another_mesh_has_its_global_shape():
     pairs = Made(lambda i: (np.array(i), np.array([i, i])))
 
     def run():
@@ -46,7 +46,7 @@ def test_valid_is_placed_as_the_last_field():
     assert all(valid == y == [2] for valid, y in got.values())
 
 
-def test_what_has_an_item_for_each_row_is_cut_like_the_rows():
+def test_lists_with_an_item_per_row_are_cut_like_rows():
     def collate(samples):
         names = [f"s{i}" for i in samples]
         return [
@@ -101,7 +101,7 @@ def test_rows_that_are_scattered_are_taken_of_every_dtype(dtype):
     assert whole == list(range(16))
 
 
-def test_a_view_that_the_user_keeps_stays_a_view():
+def test_view_that_the_user_keeps_stays_a_view():
     table = paddle.zeros([2, 4])
     turned = table.transpose([1, 0])
     loader = sharded(
@@ -119,7 +119,7 @@ def test_a_view_that_the_user_keeps_stays_a_view():
     assert next(iter(loader))._local_value().tolist() == [[7.0, 0.0], *[[0.0, 0.0]] * 3]
 
 
-def test_a_sparse_tensor_that_stays_local_is_given_as_it_is():
+def test_sparse_tensor_that_stays_local_is_given_as_it_is():
     def collate(samples):
         return [
             np.array(samples),
@@ -131,7 +131,7 @@ def test_a_sparse_tensor_that_stays_local_is_given_as_it_is():
         assert sparse.to_dense().tolist() == [[0.0, 1.0], [2.0, 0.0]]
 
 
-def test_a_dict_cannot_have_a_list_of_meshes():
+def test_dict_cannot_have_a_list_of_meshes():
     fields = Made(lambda i: ({"a": np.array(i)}, np.array(i)))
 
     with pytest.raises(
@@ -141,7 +141,7 @@ def test_a_dict_cannot_have_a_list_of_meshes():
         next(iter(sharded(DataLoader(fields, batch_size=4), [[DP2, DP2], DP2])))
 
 
-def test_items_that_are_batches_are_counted_by_a_field_that_is_split():
+def test_item_batches_are_counted_by_a_split_field():
     item = Made(lambda i: [np.arange(3), np.arange(4)], 2)
 
     batch = next(

@@ -41,7 +41,7 @@ def sharded(mesh=ONE, dataset=None, **options):
         (6, [6, 6, 6]),
     ],
 )
-def test_one_rank_pads_by_its_own_rows_and_leaves_what_was_there(length, widths):
+def test_pad_to_on_one_rank_pads_to_its_own_rows(length, widths):
     batches = [
         batch._local_value().numpy() for batch in sharded(pad_to={0: (length, -7)})
     ]
@@ -53,7 +53,7 @@ def test_one_rank_pads_by_its_own_rows_and_leaves_what_was_there(length, widths)
         assert set(row[own:]) <= {-7}
 
 
-def test_a_first_batch_to_look_at_is_padded_too():
+def test_first_batch_to_look_at_is_padded_too():
     loader = sharded(pad_to={0: ([8], -7)})
 
     assert next(loader()).shape == [2, 8]
@@ -103,7 +103,7 @@ def test_pad_to_rejects_other_values(pad_to):
         sharded(pad_to=pad_to)
 
 
-def test_a_value_for_a_field_that_is_not_there_is_refused():
+def test_value_for_a_field_that_is_not_there_is_refused():
     with pytest.raises(
         BatchStructureError,
         match=r"pad_to names \[1, 'x'\], but the fields .* are \[0\]",
@@ -111,7 +111,7 @@ def test_a_value_for_a_field_that_is_not_there_is_refused():
         next(iter(sharded(pad_to={0: (8, 0), 1: (8, 0), "x": (8, 0)})))
 
 
-def test_a_field_is_named_by_its_own_key_and_position():
+def test_field_is_named_by_its_own_key_and_position():
     names = [*("x", "xy", 1, 11), "a'][0"]
     pads = PadTo.of({name: (number + 1, 0) for number, name in enumerate(names)})
 
@@ -149,7 +149,7 @@ def test_tensors_of_any_dtype_are_evened(dtype):
         ("float32", 1e39),
     ],
 )
-def test_a_value_that_the_field_cannot_hold_is_refused(dtype, fill):
+def test_value_that_the_field_cannot_hold_is_refused(dtype, fill):
     with pytest.raises(
         BatchStructureError, match=f"dtype {dtype}, as field x has them, cannot hold"
     ):
@@ -167,11 +167,11 @@ def test_a_value_that_the_field_cannot_hold_is_refused(dtype, fill):
         ("float32", -np.inf),
     ],
 )
-def test_a_value_that_the_field_holds_is_taken(dtype, fill):
+def test_value_that_the_field_holds_is_taken(dtype, fill):
     check_fill(fill, dtype, "x")
 
 
-def test_a_rank_on_no_mesh_is_refused_since_nobody_tells_it_the_lengths(monkeypatch):
+def test_pad_to_refuses_a_rank_on_no_mesh(monkeypatch):
     monkeypatch.setattr("paddle_shard.loader.setup.num_ranks", lambda: 3)
     with (
         simulated_rank(2, 3),
@@ -203,7 +203,7 @@ def at_least_1d(samples):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sample_that_cannot_be_collated_is_skipped_where_lengths_vary(workers):
+def test_pad_to_skips_a_sample_that_cannot_be_collated(workers):
     data = OneOdd()
     given = paddle.io.DataLoader(
         data, batch_size=4, collate_fn=at_least_1d, num_workers=workers

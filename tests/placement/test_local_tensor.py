@@ -91,7 +91,7 @@ def test_uint16_is_bfloat16_as_it_is_to_paddle(maker, owned):
 
 
 @MAKERS
-def test_a_copy_and_its_array_can_be_written_to_apart(maker):
+def test_copy_and_its_array_can_be_written_to_apart(maker):
     array = np.arange(10)
     (tensor,) = maker()([array], False)()
     array[:] = -1
@@ -101,7 +101,7 @@ def test_a_copy_and_its_array_can_be_written_to_apart(maker):
 
 
 @MAKERS
-def test_a_zero_copy_array_lives_as_long_as_its_tensor(maker):
+def test_zero_copy_array_lives_as_long_as_its_tensor(maker):
     tensors = [maker()([np.full(100_000, number)], True)()[0] for number in range(20)]
     gc.collect()
     noise = [np.full(100_000, -1) for _ in range(20)]
@@ -113,7 +113,7 @@ def test_a_zero_copy_array_lives_as_long_as_its_tensor(maker):
 
 
 @MAKERS
-def test_a_subclass_of_an_array_is_copied(maker):
+def test_subclass_of_an_array_is_copied(maker):
     base = np.arange(6)
     (tensor,) = maker()([base.view(np.recarray)], True)()
     tensor.fill_(7)
@@ -122,7 +122,7 @@ def test_a_subclass_of_an_array_is_copied(maker):
 
 
 @MAKERS
-def test_arrays_empty_arrays_and_tensors_keep_their_places_among_each_other(maker):
+def test_tensor_maker_keeps_the_order_of_arrays_and_tensors(maker):
     make, rng = maker(), np.random.default_rng(1)
     for _ in range(30):
         leaves, kinds = [], rng.integers(0, 3, rng.integers(1, 12))
@@ -142,7 +142,7 @@ def test_arrays_empty_arrays_and_tensors_keep_their_places_among_each_other(make
 
 
 @OWNED
-def test_a_tensor_that_is_in_the_hosts_memory_goes_to_the_device_as_an_array_does(
+def test_tensor_maker_moves_host_tensors_to_the_device(
     owned,
 ):
     maker, moved = queued(), []

@@ -61,7 +61,7 @@ def local(leaf):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mesh", [ONE, TWO])
-def test_a_dense_field_is_what_was_made_of_the_ranks_own_samples(mesh, workers):
+def test_dense_field_is_what_was_made_of_the_ranks_own_samples(mesh, workers):
     def run():
         return [
             [local(leaf) for leaf in batch] + [batch[1].is_dist()]
@@ -76,7 +76,7 @@ def test_a_dense_field_is_what_was_made_of_the_ranks_own_samples(mesh, workers):
             assert found == [*(leaf.numpy().tolist() for leaf in patches(own)), False]
 
 
-def test_where_one_data_rank_reads_all_a_distributed_field_is_taken_as_it_is():
+def test_own_rows_of_one_data_rank_are_taken_as_they_are():
     batch = next(iter(sharded(patches, ONE)))
 
     assert batch[1].is_dist()
@@ -138,7 +138,7 @@ def test_data_that_is_split_already_is_taken_as_it_is():
 @pytest.mark.parametrize(
     "options", [{"dense_tensor_idx": [[], [0]]}, {"placements": {1: "as read"}}]
 )
-def test_of_a_stream_too_it_is_made_of_all_samples_of_a_batch_at_once(workers, options):
+def test_own_rows_of_a_stream_are_made_of_a_whole_batch(workers, options):
     def collate(
         samples,
     ):  # of the first two samples two patches each: half of them as many as there are samples
@@ -160,7 +160,7 @@ def test_of_a_stream_too_it_is_made_of_all_samples_of_a_batch_at_once(workers, o
     ]
 
 
-def test_what_would_have_to_be_cut_is_refused():
+def test_own_rows_that_would_be_cut_are_refused():
     for options in ({"dense_tensor_idx": DENSE}, {"placements": {1: "as read"}}):
         loader = None
         with (
@@ -174,7 +174,7 @@ def test_what_would_have_to_be_cut_is_refused():
         del loader
 
 
-def test_a_word_that_says_nothing_is_refused():
+def test_word_that_says_nothing_is_refused():
     with pytest.raises(
         ArgumentError,
         match="placements must map a field's key .* or to 'as read' or 'row index'",
@@ -225,7 +225,7 @@ def without_none(samples):
     return {"id": np.stack([one for one in samples if one is not None])}
 
 
-def test_samples_that_a_collate_function_leaves_out_are_told_with_the_way_out():
+def test_collate_fn_that_leaves_samples_out_is_refused():
     given = paddle.io.DataLoader(Holes(), batch_size=6, collate_fn=without_none)
     with simulated_rank(0, 2), pytest.raises(BatchStructureError) as raised:
         list(paddle_shard.shard_dataloader(given, TWO, shard_dims="dp"))
@@ -236,9 +236,7 @@ def test_samples_that_a_collate_function_leaves_out_are_told_with_the_way_out():
     "fields", [tuple, list, lambda two: dict(zip("ab", two, strict=True))]
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_valid_has_a_row_for_each_of_a_whole_batch_also_if_nothing_is_split(
-    fields, ranks
-):
+def test_valid_covers_a_whole_batch_that_is_not_split(fields, ranks):
     """Items that are global batches of several fields, with shard_dims left at None."""
     items = [
         fields([np.arange(4), np.arange(4.0)]),
@@ -260,9 +258,7 @@ def test_valid_has_a_row_for_each_of_a_whole_batch_also_if_nothing_is_split(
     "item", [3, "text", (1, 2.0), {"id": 1}, {"texts": ["a", "b"]}]
 )
 @pytest.mark.parametrize("as_loader", [False, True])
-def test_items_without_rows_are_not_given_to_all_data_ranks_as_whole_batches(
-    item, as_loader
-):
+def test_whole_batches_without_rows_are_refused(item, as_loader):
     """As if samples were batches: a stream or a list that no DataLoader makes batches of."""
     given = (
         paddle.io.DataLoader([item] * 4, batch_size=None) if as_loader else [item] * 4
@@ -282,9 +278,7 @@ def test_items_without_rows_are_not_given_to_all_data_ranks_as_whole_batches(
     ("batch", "dense"),
     [((np.arange(4), np.arange(4.0)), [[0], [0]]), (np.arange(4), [[0]])],
 )
-def test_whole_batches_all_of_whose_fields_stay_local_give_each_rank_its_rows(
-    batch, dense
-):
+def test_whole_batches_of_local_fields_give_each_rank_its_rows(batch, dense):
     def run():
         (found,) = paddle_shard.shard_dataloader(
             [batch], TWO, shard_dims="dp", dense_tensor_idx=dense

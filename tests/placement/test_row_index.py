@@ -43,7 +43,7 @@ def given(workers=0, accumulation=1, stream=False, length=16):
     [{}, {"accumulation": 2}, {"stream": True}, {"length": 13}, {"workers": 2}],
 )
 @pytest.mark.parametrize("over", [DP2, MP_DP], ids=["dp", "mp x dp"])
-def test_the_places_are_those_in_the_global_batch(over, options):
+def test_places_are_those_in_the_global_batch(over, options):
     tail = None if "stream" in options else "fill"
 
     def run():
@@ -67,14 +67,14 @@ def test_the_places_are_those_in_the_global_batch(over, options):
         assert sorted(joined) == list(range(len(joined)))
 
 
-def test_a_stream_of_several_workers_counts_each_batch_once():
+def test_stream_of_several_workers_counts_each_batch_once():
     assert steps_of(sharded(given(stream=True, workers=2), ONE, placements=SPLIT))[1][
         "index"
     ].tolist() == [*range(8)]
 
 
 @pytest.mark.parametrize("shape", [[2], [2, 3], [2, 1, 4]])
-def test_a_place_that_the_batch_does_not_have_is_an_error_with_the_field(shape):
+def test_row_index_beyond_the_batch_names_the_field(shape):
     def beyond(samples):
         return {"rows": np.array(samples), "index": np.full(shape, 7)}
 
@@ -108,7 +108,7 @@ def said_of(data, caplog, collate_fn=numbered, **options):
     ]
 
 
-def test_labels_that_count_two_rows_now_and_then_are_not_taken_for_places(caplog):
+def test_row_index_is_not_guessed_from_labels(caplog):
     labels = np.random.default_rng(3).integers(0, 2, 200)
     labels[2:4] = 0, 1  # rows 2 and 3 are data rank 1's of the first batch
 
@@ -127,7 +127,7 @@ def in_a_list(samples):
     }
 
 
-def test_one_of_a_field_that_is_a_list_is_named_by_its_place_in_a_list():
+def test_row_index_of_a_list_field_is_named_by_position():
     def run(**options):
         loader = sharded(
             DataLoader(Made(int), batch_size=4, collate_fn=in_a_list), DP2, **options

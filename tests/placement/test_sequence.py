@@ -50,7 +50,7 @@ def first(placements, mesh=MESH, length=8):
     return on_each_rank(range(5), run)
 
 
-def test_a_sequence_is_split_over_its_axis():
+def test_sequence_is_split_over_its_axis():
     got = first({"input_ids": {"dp": 0, "sep": 1}})
 
     assert [got[rank][0] for rank in range(4)] == [
@@ -63,14 +63,14 @@ def test_a_sequence_is_split_over_its_axis():
         assert got[rank][1:] == ([2, 8], ["Shard(dim=0)", "Shard(dim=1)"], [2])
 
 
-def test_a_balanced_sequence_is_laid_out_as_paddles_ring_attention_has_it():
+def test_balanced_sequence_has_the_layout_of_ring_attention():
     got = first({"input_ids": {"dp": 0, "sep": Balanced(dim=1)}})
 
     assert [got[rank][0] for rank in range(2)] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
     assert all(got[rank][1] == [2, 8] for rank in range(5))
 
 
-def test_a_field_may_be_split_over_columns_only():
+def test_field_may_be_split_over_columns_only():
     got = first({"input_ids": {"dp": 1}})
 
     assert [got[rank][0] for rank in range(4)] == [
@@ -129,7 +129,7 @@ def test_placements_that_cannot_be_are_refused(placements, error, text):
         first(placements)
 
 
-def test_a_sequence_that_cannot_be_cut_is_refused_with_the_nearest_sizes():
+def test_sequence_that_cannot_be_cut_is_refused_with_sizes():
     with pytest.raises(
         BatchStructureError,
         match=r"dim 1 of shape \[1, 6\] cannot be cut into 4 equal chunks. .*: 4 or 8",
@@ -138,7 +138,7 @@ def test_a_sequence_that_cannot_be_cut_is_refused_with_the_nearest_sizes():
 
 
 @pytest.mark.parametrize("kind", ["plain", "rows", "transposed by the collate_fn"])
-def test_local_tensors_are_contiguous_since_paddle_sends_their_memory_as_it_lies_there(
+def test_sequence_cut_gives_contiguous_local_tensors(
     kind,
 ):
     def transposed(samples):

@@ -127,7 +127,7 @@ def test_certify_counts_gaps_and_overlaps(legs, text, counts):
     assert (certificate.delivered, certificate.missed, certificate.repeated) == counts
 
 
-def test_a_miss_and_repeats_that_cancel_in_a_plain_sum_are_found():
+def test_miss_and_repeats_that_cancel_in_a_plain_sum_are_found():
     ids = samples(0, 100)
     for missed, instead in ((5, 6), (5, 0)):
         planted = [instead if i == missed else i for i in ids]

@@ -35,7 +35,7 @@ def prefixes(parts, length):
 @example(parts=[5])
 @example(parts=[0, 3, 0])
 @example(parts=[1] * 39 + [10_000])
-def test_after_every_prefix_each_source_is_within_tijdemans_bound(parts):
+def test_interleave_is_within_tijdemans_bound_at_every_prefix(parts):
     num, length = sum(part > 0 for part in parts), min(2 * sum(parts) + 3, 20_000)
     bound = 1 - Fraction(1, 2 * num - 2) if num > 1 else Fraction(0)
 

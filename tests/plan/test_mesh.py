@@ -24,7 +24,7 @@ def test_mesh_coordinates_are_those_of_numpy(drawn):
 
 
 @given(layouts_with_data_axes())
-def test_replica_groups_cut_the_mesh_into_one_group_per_data_rank(drawn):
+def test_replica_groups_partition_the_mesh_by_data_rank(drawn):
     layout, axes = drawn
     groups = replica_groups(layout, axes)
 

@@ -77,7 +77,7 @@ def test_packing_pads_log_normal_lengths_by_at_most_0_3_percent():
 )
 @example(lengths=[0, 0, 5], length=5, window=1)
 @example(lengths=[41], length=20, window=2)
-def test_every_token_is_in_one_row_once(lengths, length, window):
+def test_packing_puts_every_token_in_one_row_once(lengths, length, window):
     packing = Packing(np.array(lengths), length, window)
     seen = [[0] * n for n in lengths]
     for row in range(packing.num_rows):

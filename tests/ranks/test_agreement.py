@@ -77,9 +77,7 @@ def iterate(agreement, steps=10**6, step_time=0.0):
     ("taken", "told"),
     [(4, None), (3, None), (1, "left by global rank 1 after 1 steps")],
 )
-def test_a_rank_that_leaves_after_it_has_announced_all_steps_does_not_end_the_others_with_an_error(
-    taken, told
-):
+def test_agreement_survives_a_rank_that_leaves_after_its_end(taken, told):
     """Four steps. One rank takes all of them; the other announces the steps up to the one after the last it takes."""
     first, second = pair()
     left = threading.Event()
@@ -159,9 +157,7 @@ def test_reading_ahead_is_spread_over_the_steps():
     assert agreement.progress.step == 29 + WINDOW
 
 
-def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
-    monkeypatch, caplog
-):
+def test_agreement_ends_a_stuck_rank_if_on_lost_is_exit(monkeypatch, caplog):
     monkeypatch.setattr("paddle_shard.ranks.agreement.EXIT_SECONDS", 0.2)
     for exits, stuck in ((True, True), (True, False), (False, True)):
         ended = [threading.Event(), threading.Event()]
@@ -197,7 +193,7 @@ def test_whoever_leaves_alone_is_named_with_its_step():
     assert str(told[0]) == str(told[2])  # at the same step, too
 
 
-def test_who_leaves_behind_the_end_disturbs_no_one():
+def test_agreement_ignores_a_rank_that_leaves_after_the_end():
     first, second = pair()
 
     def leaves():
@@ -249,7 +245,7 @@ def test_passes_that_overlap_are_kept_apart(seed):
     assert together(*(lambda r=r: run(r) for r in range(3))) == [[6, 4]] * 3
 
 
-def test_an_abandoned_pass_leaves_nothing_behind_for_the_next():
+def test_abandoned_pass_leaves_nothing_behind_for_the_next():
     coordinators = pair(size=3)
 
     def run(coordinator):
@@ -283,7 +279,7 @@ def test_loops_in_another_order_are_an_error_that_names_both():
         )
 
 
-def test_what_each_rank_says_reaches_all_and_a_loop_at_that_time_is_an_error_that_names_both():
+def test_exchange_reaches_all_and_refuses_a_loop_meanwhile():
     ranks = pair(size=3)
     said = [f"{'x' * 10**5} of {rank}" for rank in range(3)]
     for _ in range(3):
@@ -308,7 +304,7 @@ def test_what_each_rank_says_reaches_all_and_a_loop_at_that_time_is_an_error_tha
         )
 
 
-def test_a_silent_rank_is_named_on_all_ranks_at_the_deadline():
+def test_silent_rank_is_named_on_all_ranks_at_the_deadline():
     terms = AgreementConfig(timeout=1.5)
     first, second, third = pair(size=3)
     silent = second.open(terms)
@@ -325,7 +321,7 @@ def test_a_silent_rank_is_named_on_all_ranks_at_the_deadline():
         assert "global rank 1 read up to step 1" in str(error)
 
 
-def test_a_rank_that_opens_no_iteration_is_named_at_the_deadline():
+def test_rank_that_opens_no_iteration_is_named_at_the_deadline():
     terms = AgreementConfig(timeout=0.5)
     first, second = pair()
     iterate(second.open(terms), steps=0)
@@ -390,9 +386,7 @@ def reads(
 
 @pytest.mark.parametrize("exhausted", [False, True])
 @pytest.mark.parametrize("at", [0, 1, 7, 39, None])
-def test_ranks_that_have_read_different_data_are_told_the_step_on_all_and_others_are_not(
-    at, exhausted
-):
+def test_agreement_names_the_step_of_different_data(at, exhausted):
     for prefetch in (1, 4, 9):
         same = [number * 7 for number in range(40)]
         others = (
@@ -425,7 +419,7 @@ def test_ranks_that_have_read_different_data_are_told_the_step_on_all_and_others
 
 
 @pytest.mark.parametrize("exhausted", [False, True])
-def test_ranks_that_have_read_different_data_all_stop_at_the_same_step(exhausted):
+def test_agreement_stops_all_at_the_step_of_different_data(exhausted):
     rng = random.Random(7)
     for trial in range(60):
         at, longer, size = (
@@ -470,17 +464,18 @@ def test_steps_in_messages_are_those_of_the_epoch():
 
     terms = AgreementConfig(first_step=70, timeout=1.5)
     first, second = pair()
-    second.open(terms).announce()  # and then nothing
+    second.open(terms).announce()
+    second.open(AgreementConfig(label={"call": "certificate()"}))
     (error,) = together(lambda: iterate(first.open(terms)))
     assert "to reach step 71 of" in str(error)
-    assert "global rank 1 read up to step 71" in str(error)
+    assert "global rank 1 read up to step 71, then began certificate()" in str(error)
 
 
-def test_a_single_rank_has_nobody_to_compare_with():
+def test_single_rank_has_nobody_to_compare_with():
     assert reads(pair(size=1)[0], [1, 2, 3], prefetch=4) == (3, "ended")
 
 
-def test_a_rank_whose_stream_goes_on_when_the_others_have_ended_has_read_other_data():
+def test_agreement_takes_a_longer_stream_for_other_data():
     same = [number * 7 for number in range(40)]
     for length, prefetch in itertools.product((1, 38), (1, 4)):
         one, two = pair(size=2)
@@ -499,7 +494,7 @@ def test_a_rank_whose_stream_goes_on_when_the_others_have_ended_has_read_other_d
         )
 
 
-def test_the_parts_of_one_stream_may_end_a_step_apart():
+def test_parts_of_one_stream_may_end_a_step_apart():
     same = [number * 7 for number in range(40)]
     for exhausted, prefetch in itertools.product((True, False), (1, 4)):
         one, two = pair(size=2)
@@ -514,7 +509,7 @@ def test_the_parts_of_one_stream_may_end_a_step_apart():
         assert told == [(40 if exhausted else 39, "ended")] * 2
 
 
-def test_a_rank_that_others_do_not_hear_any_more_is_not_held_at_its_end():
+def test_agreement_lets_an_unheard_rank_exit():
     one, two = pair()
     one.open(AgreementConfig()).close()
     two.open(AgreementConfig())  # and never comes to its end

@@ -177,7 +177,7 @@ def test_broadcast_uses_memory_again():
         gc.collect()
 
 
-def test_a_follower_that_never_has_to_wait_is_not_taken_for_gone_however_long_the_pass(
+def test_broadcast_keeps_a_follower_that_never_waits(
     closed,
 ):
     opened = closed(Pass())
@@ -211,7 +211,7 @@ def test_broadcast_can_be_taken_after_its_end(closed):
     assert has_ended(receiver)
 
 
-def test_a_follower_that_waits_is_woken(closed):
+def test_follower_that_waits_is_woken(closed):
     opened = closed(Pass())
     receiver, found = closed(opened.join()), []
     assert not receiver.wait(0.01)
@@ -226,7 +226,7 @@ def test_a_follower_that_waits_is_woken(closed):
     assert found == [0, 1, 2, 3, 4]
 
 
-def test_what_cannot_be_pickled_is_an_error_and_nothing_is_sent(closed):
+def test_broadcast_does_not_send_what_cannot_be_pickled(closed):
     opened = closed(Pass())
     receiver = closed(opened.join())
     with pytest.raises(Exception, match="pickle"):
@@ -264,7 +264,7 @@ def test_broadcast_gives_nothing_to_one_more_follower(closed):
     assert is_refused(opened.address)
 
 
-def test_broadcast_lets_others_place_and_fork_while_it_waits_for_followers(closed):
+def test_broadcast_lets_others_fork_while_it_waits(closed):
     closed(Pass())
     start = time.monotonic()
     for _ in range(20):

@@ -66,9 +66,7 @@ def steps_of(executor, agreement, place):
 
 
 @pytest.mark.parametrize("num_long", [(4, 0), (0, 4), (4, 7), (STEPS, 0)])
-def test_ranks_that_share_a_reader_wait_for_each_other_in_every_step(
-    num_long, monkeypatch
-):
+def test_replicas_leader_serves_short_steps_with_collectives(num_long, monkeypatch):
     # Steps are as long as the test says.
     monkeypatch.setattr(step_pass, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     ranks = coordinators(2)

@@ -103,9 +103,7 @@ def is_message(found, number, sizes):
 
 @settings(max_examples=trials(80))
 @given(num_slots=st.integers(1, 4), data=st.data())
-def test_messages_of_any_sizes_arrive_whole_and_in_order_where_each_request_is_answered(
-    num_slots, data
-):
+def test_channel_delivers_messages_of_any_size_in_order(num_slots, data):
     asking, answering = pair(num_slots)
     try:
         asked, answered, taken = (
@@ -154,7 +152,7 @@ def echo(end, num_slots):
 
 @settings(max_examples=trials(10))
 @given(num_slots=st.integers(1, 4), requests=st.lists(ARRAYS, max_size=30))
-def test_the_same_with_another_process(num_slots, requests):
+def test_channel_works_between_processes(num_slots, requests):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = multiprocessing.get_context("fork").Process(
         target=lambda: [ours.close(), echo(theirs, num_slots)]
@@ -195,7 +193,7 @@ def test_slots_grow_while_others_are_under_way(channels):
     )
 
 
-def test_what_was_received_does_not_change_and_can_be_written_to(channels):
+def test_channel_message_is_stable_and_writable(channels):
     sender, receiver = channels(1)
     received = []
     for number in range(5):
@@ -209,7 +207,7 @@ def test_what_was_received_does_not_change_and_can_be_written_to(channels):
     assert all(is_message(*one) for one in received[2:])
 
 
-def test_what_was_sent_may_be_written_to_at_once(channels):
+def test_channel_copies_what_it_sends(channels):
     sender, receiver = channels(2)
     for size in (BELOW, ABOVE):
         message = message_of(7, [size])
@@ -218,7 +216,7 @@ def test_what_was_sent_may_be_written_to_at_once(channels):
         assert is_message(receive(receiver), 7, [size])
 
 
-def test_an_array_that_is_in_a_message_twice_is_one_array_of_it(channels):
+def test_array_that_is_in_a_message_twice_is_one_array_of_it(channels):
     sender, receiver = channels(1)
     array = np.arange(ABOVE)
     sender.send([array, array, array[1:]])
@@ -229,7 +227,7 @@ def test_an_array_that_is_in_a_message_twice_is_one_array_of_it(channels):
     assert np.array_equal(view, once[1:])
 
 
-def test_a_message_of_many_arrays_needs_no_large_one(channels):
+def test_message_of_many_arrays_needs_no_large_one(channels):
     sender, receiver = channels(1)
     sizes = [number % 3 for number in range(5000)]
     sender.send(message_of(1, sizes))
@@ -281,7 +279,7 @@ def test_messages_of_any_structure_arrive_apart(messages, size):
 
 
 @pytest.mark.parametrize("kind", [BlockingIOError, EOFError, ConnectionError])
-def test_what_unpickling_raises_is_no_word_on_the_channel(channels, kind):
+def test_channel_survives_an_exception_of_unpickling(channels, kind):
     sender, receiver = channels(1)
     sender.send(RaisesWhenRead(kind("of the user's")))
     sender.send("next")
@@ -296,7 +294,7 @@ def test_what_unpickling_raises_is_no_word_on_the_channel(channels, kind):
 
 @pytest.mark.parametrize("size", [BELOW, ABOVE])
 @pytest.mark.parametrize("unread", [0, 2])
-def test_the_end_is_known_when_all_was_received(channels, size, unread):
+def test_end_is_known_when_all_was_received(channels, size, unread):
     left, staying = channels(4)
     for number in range(3):
         left.send(message_of(number, [size]))
@@ -315,7 +313,7 @@ def test_the_end_is_known_when_all_was_received(channels, size, unread):
         staying.send(1)
 
 
-def test_a_channel_that_is_interrupted_has_come_to_its_end(channels):
+def test_channel_that_is_interrupted_has_come_to_its_end(channels):
     channel, _ = channels(1)
     channel.interrupt()
 
@@ -327,7 +325,7 @@ def test_a_channel_that_is_interrupted_has_come_to_its_end(channels):
 # What goes wrong
 
 
-def test_where_nothing_has_come_nothing_is_received(channels):
+def test_channel_receives_nothing_before_it_is_sent(channels):
     sender, receiver = channels(1)
     with pytest.raises(BlockingIOError):
         receive(receiver)
@@ -339,7 +337,7 @@ def test_where_nothing_has_come_nothing_is_received(channels):
 
 
 @pytest.mark.parametrize("then", [BELOW, ABOVE])
-def test_what_could_not_be_sent_yet_is_sent_when_it_can_be(channels, then):
+def test_channel_sends_later_what_did_not_fit(channels, then):
     sender, receiver = channels(1000)
     sent = 0
     with pytest.raises(BlockingIOError):
@@ -357,7 +355,7 @@ def test_what_could_not_be_sent_yet_is_sent_when_it_can_be(channels, then):
     assert is_message(receive(receiver), sent + 1, [then + 1])
 
 
-def test_a_message_that_could_not_be_sent_has_not_been_sent_in_part(channels):
+def test_channel_sends_no_part_of_what_it_cannot_send(channels):
     """A receiver that has other work looks first whether something has come, and then waits for the whole message."""
     sender, _ = channels(1000)
     most = 0
@@ -382,7 +380,7 @@ def test_a_message_that_could_not_be_sent_has_not_been_sent_in_part(channels):
 
 
 @pytest.mark.parametrize("before", [[], [ABOVE]])
-def test_without_memory_only_the_message_that_needs_it_fails(
+def test_channel_without_memory_fails_for_large_messages_only(
     channels, monkeypatch, before
 ):
     sender, receiver = channels(2)
@@ -423,7 +421,7 @@ def test_memory_that_cannot_be_mapped_costs_no_other_message(channels, monkeypat
     assert is_message(receive(receiver), 3, [10 * ABOVE])
 
 
-def test_what_cannot_be_pickled_is_not_sent(channels):
+def test_channel_does_not_send_what_cannot_be_pickled(channels):
     sender, receiver = channels(1)
     for bad in (lambda: None, [np.zeros(ABOVE), lambda: None]):
         with pytest.raises(Exception, match="pickle"):
@@ -434,7 +432,7 @@ def test_what_cannot_be_pickled_is_not_sent(channels):
 
 
 @pytest.mark.parametrize("size", [1, ABOVE])
-def test_what_cannot_be_unpickled_is_lost_alone(channels, size):
+def test_channel_loses_only_what_cannot_be_unpickled(channels, size):
     sender, receiver = channels(1)
     for number in range(3):
         sender.send([BreaksWhenRead(), np.zeros(size)])
@@ -447,7 +445,7 @@ def test_what_cannot_be_unpickled_is_lost_alone(channels, size):
 # What it takes
 
 
-def test_it_works_where_python_has_no_memfd(channels, monkeypatch):
+def test_channel_works_without_memfd(channels, monkeypatch):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     sender, receiver = channels(2)
     for number in range(5):
@@ -455,7 +453,7 @@ def test_it_works_where_python_has_no_memfd(channels, monkeypatch):
         assert is_message(receive(receiver), number, [ABOVE << number])
 
 
-def test_any_number_of_slots_takes_few_open_files_and_lets_go_of_them():
+def test_channel_slots_take_few_open_files():
     gc.collect()
     before = open_files()
     sender, receiver = pair(500)

@@ -365,9 +365,7 @@ P = pytest.mark.parametrize("num_parts", [1, 4, 6, 8])
 @P
 @settings(max_examples=trials(30))
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
-def test_global_batches_are_the_oracles_for_every_number_of_data_ranks_and_workers(
-    num_parts, data, seed
-):
+def test_chunk_reader_global_batches_equal_the_oracles(num_parts, data, seed):
     plan = data.draw(plans_of(num_parts))
     stage, contents = stages_of(data.draw, plan)
     expected, turns = named(oracle(plan, contents)), random.Random(seed)
@@ -383,9 +381,7 @@ def test_global_batches_are_the_oracles_for_every_number_of_data_ranks_and_worke
 @P
 @settings(max_examples=trials(30))
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
-def test_resumed_at_every_step_on_other_ranks_and_workers_it_goes_on_as_it_would_have(
-    num_parts, data, seed
-):
+def test_chunk_reader_resumes_at_any_step_on_other_ranks(num_parts, data, seed):
     plan = data.draw(plans_of(num_parts))
     stage, contents = stages_of(data.draw, plan)
     expected, turns = named(oracle(plan, contents)), random.Random(seed)
@@ -401,9 +397,7 @@ def test_resumed_at_every_step_on_other_ranks_and_workers_it_goes_on_as_it_would
 @P
 @settings(max_examples=trials(30))
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
-def test_rows_that_are_missing_hold_the_same_whoever_reads_and_from_wherever(
-    num_parts, data, seed
-):
+def test_chunk_reader_fills_missing_rows_alike_for_all_readers(num_parts, data, seed):
     plan = data.draw(plans_of(num_parts, tails=["pad"]))
     stage, contents = stages_of(data.draw, plan)
     lengths, turns = (
@@ -425,7 +419,7 @@ def test_rows_that_are_missing_hold_the_same_whoever_reads_and_from_wherever(
 
 @settings(max_examples=trials(80))
 @given(data=st.data(), num_parts=st.sampled_from([1, 4, 6, 8]))
-def test_what_a_tail_delivers_of_each_part_is_what_it_says(data, num_parts):
+def test_chunk_reader_ends_parts_as_the_tail_says(data, num_parts):
     plan = data.draw(plans_of(num_parts))
     low = 1 if plan.repeats else 0
     lengths = data.draw(
@@ -469,7 +463,7 @@ def test_what_a_tail_delivers_of_each_part_is_what_it_says(data, num_parts):
             assert set(delivered[len(own) :]) <= {MISSING}
 
 
-def test_a_reader_serves_one_pass_after_another_and_each_begins_where_it_says():
+def test_chunk_reader_serves_passes_that_begin_anywhere():
     plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=1, tail="drop")
     stage = Map(
         Shuffle(Parts([list(range(100 * p, 100 * p + 9)) for p in range(4)]), 9), drawn
@@ -535,7 +529,7 @@ def test_missing_rows_are_told_in_the_order_of_the_rows(tail):
 # Empty parts
 
 
-def test_a_part_that_is_empty_is_all_padding_on_whatever_reader():
+def test_part_that_is_empty_is_all_padding_on_whatever_reader():
     plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=4, tail="pad")
     parts = [[(1, "a"), (2, "b")], [], [(3, "c")], []]
     for ranks in (1, 2, 4):
@@ -550,7 +544,7 @@ def test_a_part_that_is_empty_is_all_padding_on_whatever_reader():
 
 @pytest.mark.parametrize("says", [False, True])
 @pytest.mark.parametrize("start", [0, 2])
-def test_a_part_that_is_empty_cannot_be_repeated(says, start):
+def test_part_that_is_empty_cannot_be_repeated(says, start):
     plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1, tail="repeat")
     failure = ChunkReader(Parts([[1, 2], []], says), None, None, HOW).read(
         request(plan, (0, 1), start, start), 3
@@ -565,7 +559,7 @@ def test_a_part_that_is_empty_cannot_be_repeated(says, start):
     assert "in_parts()" in failure.cause
 
 
-def test_a_reader_without_a_sample_makes_no_rows_up():
+def test_reader_without_a_sample_makes_no_rows_up():
     plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1)
     chunk = ChunkReader(Parts([[], []]), None, None, HOW).read(
         request(plan, (0, 1), 0), None
@@ -598,7 +592,7 @@ def raising(value, error):
     workers=st.integers(0, 5),
     data=st.data(),
 )
-def test_a_sample_that_fails_is_named_with_part_and_position_at_its_step_only(
+def test_chunk_reader_names_a_failed_sample_at_its_step_only(
     num_parts, stripe, accumulation, workers, data
 ):
     plan = PartsPlan(
@@ -638,7 +632,7 @@ def test_a_sample_that_fails_is_named_with_part_and_position_at_its_step_only(
 @pytest.mark.parametrize(
     "error", [StopIteration("x"), SystemExit(3), GeneratorExit(), MemoryError("x")]
 )
-def test_no_kind_of_exception_ends_a_part_in_silence(error):
+def test_chunk_reader_raises_any_exception_of_a_part(error):
     plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=1)
     stage = Map(Parts([[0, 1], [2, 3]]), raising(2, error))
     failure = ChunkReader(stage, None, None, HOW).read(request(plan, (0, 1), 0), 0)
@@ -648,7 +642,7 @@ def test_no_kind_of_exception_ends_a_part_in_silence(error):
     assert type(error).__name__ in failure.traceback
 
 
-def test_what_fails_while_collating_is_no_single_samples_fault():
+def test_collate_failure_blames_no_single_sample():
     def collate(samples):
         raise Broken(f"{samples}")
 
@@ -688,7 +682,7 @@ TAKEN_OVER = {
 
 @pytest.mark.parametrize("tail", ["pad", "drop", "repeat"])
 @pytest.mark.parametrize("kind", TAKEN_OVER)
-def test_a_reader_that_takes_over_at_a_step_answers_as_the_one_that_began(kind, tail):
+def test_chunk_reader_may_take_over_at_any_step(kind, tail):
     stage = TAKEN_OVER[kind](
         [list(range(100 * part, 100 * part + 11 + 3 * (part % 2))) for part in range(4)]
     )
@@ -709,7 +703,7 @@ def test_a_reader_that_takes_over_at_a_step_answers_as_the_one_that_began(kind, 
             assert answers(first, start=start) == expected[first - start :]
 
 
-def test_a_sample_that_fails_before_the_cut_is_named_as_what_it_is():
+def test_chunk_reader_names_a_sample_that_fails_before_the_cut():
     plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=2)
     reader = ChunkReader(
         Stripe(Map(IterableSource(range(6)), raising(3, Broken()))), None, None, HOW
@@ -745,9 +739,7 @@ def collate_of_many_shapes(samples):
     ],
     ids=["a sample fails", "a worker dies", "rows do not fit together"],
 )
-def test_whatever_breaks_a_step_its_failure_names_samples_that_were_read_for_it(
-    stream, collate_fn
-):
+def test_chunk_reader_failure_names_samples_of_its_step(stream, collate_fn):
     given = DataLoader(
         stream.in_parts(4), batch_size=4, num_workers=2, collate_fn=collate_fn
     )
@@ -765,7 +757,7 @@ def test_whatever_breaks_a_step_its_failure_names_samples_that_were_read_for_it(
 # Collating
 
 
-def test_samples_are_stacked_without_a_collate_fn_and_the_users_sees_them_in_the_order_of_the_rows():
+def test_chunk_reader_collates_samples_in_the_order_of_rows():
     plan = PartsPlan(batch_size=8, num_parts=2, num_data_ranks=1, accumulation=2)
     parts = [[0, 1, 2, 3], [10, 11, 12, 13]]
     expected = [0, 1, 10, 11, 2, 3, 12, 13]
@@ -784,7 +776,7 @@ def test_samples_are_stacked_without_a_collate_fn_and_the_users_sees_them_in_the
     )
 
 
-def test_a_collate_fn_that_draws_does_not_see_what_was_drawn_outside():
+def test_chunk_reader_seeds_the_draws_of_a_collate_fn():
     plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=1)
     found = []
     for outside in (1, 2):
@@ -823,7 +815,7 @@ class Foreign:
 
 
 @pytest.mark.parametrize("made", [np.array, paddle.to_tensor, Foreign])
-def test_arrays_and_tensors_are_joined_by_their_rows_and_strings_as_rows(made):
+def test_joined_arrays_and_strings_keep_their_rows(made):
     found = join(
         {
             "x": made([0, 2]),
@@ -845,7 +837,7 @@ def test_arrays_and_tensors_are_joined_by_their_rows_and_strings_as_rows(made):
     assert found["pair"][1] == b"c"
 
 
-def test_rows_of_a_dtype_that_no_array_has_are_refused_and_not_joined_as_other_numbers():
+def test_joined_rows_of_an_unknown_dtype_are_refused():
     one, other = (
         paddle.to_tensor(rows).cast("float8_e4m3fn")
         for rows in ([0.0, 2.0], [1.0, 3.0])
@@ -865,7 +857,7 @@ def test_bfloat16_rows_are_joined_bit_by_bit():
 
 
 @pytest.mark.parametrize("made", [np.array, paddle.to_tensor, Foreign])
-def test_a_ranks_own_short_batch_is_filled_with_its_last_row(made):
+def test_ranks_own_short_batch_is_filled_with_its_last_row(made):
     asked = ChunkRequest(
         iterator_number=0,
         opening=Opening(parts=(0,), num_parts=1),
@@ -887,9 +879,7 @@ def test_a_ranks_own_short_batch_is_filled_with_its_last_row(made):
 
 
 @given(data=st.data(), rows=st.integers(1, 12), readers=st.integers(1, 5))
-def test_however_rows_are_dealt_they_come_out_in_order_with_their_marks(
-    data, rows, readers
-):
+def test_joined_rows_keep_order_and_marks_however_dealt(data, rows, readers):
     dispatched = data.draw(
         st.lists(st.integers(0, readers - 1), min_size=rows, max_size=rows)
     )
@@ -913,7 +903,7 @@ def test_however_rows_are_dealt_they_come_out_in_order_with_their_marks(
     assert (found.is_whole, found.is_empty) == (not any(padding), all(padding))
 
 
-def test_a_step_of_which_a_chunk_is_missing_has_no_batch_but_says_which_rows_are_there():
+def test_step_with_a_missing_chunk_has_marks_but_no_batch():
     chunks = [Chunk(np.array([0, 2]), None, True), Chunk(None, b"\0\1", False)]
     found = joined(STEP, chunks, [np.array([0, 2]), np.array([1, 3])])
 
@@ -950,7 +940,7 @@ def test_chunks_that_do_not_fit_together_are_refused_by_field(one, other, text):
         join(one, other)
 
 
-def test_an_array_that_has_no_row_for_each_sample_is_refused():
+def test_array_that_has_no_row_for_each_sample_is_refused():
     constant = np.arange(5)
     with pytest.raises(ValueError, match="rows"):
         join(
@@ -959,7 +949,7 @@ def test_an_array_that_has_no_row_for_each_sample_is_refused():
         )
 
 
-def test_a_list_with_a_dict_for_each_row_keeps_its_rows_or_is_refused():
+def test_joined_lists_of_dicts_keep_their_rows_or_are_refused():
     plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1)
     reader = [
         ChunkReader(
@@ -999,7 +989,7 @@ def test_parts_that_are_opened_at_a_position_share_a_reading():
     assert called == list(range(4, 40))
 
 
-def test_what_is_skipped_at_a_resume_costs_no_call_of_a_map_where_lengths_are_not_known():
+def test_chunk_reader_skips_without_calling_map():
     called = []
     stage = Map(
         Parts([list(range(10))], says_lengths=False),
@@ -1011,7 +1001,7 @@ def test_what_is_skipped_at_a_resume_costs_no_call_of_a_map_where_lengths_are_no
     assert called == [8, 9]
 
 
-def test_a_stream_that_can_be_read_once_is_not_opened_again_for_padding():
+def test_chunk_reader_opens_a_read_once_stream_once():
     plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=2)
     chunk = ChunkReader(Stripe(IterableSource(iter(range(6)))), None, None, HOW).read(
         request(plan, (2, 3), 1, start=1), None
@@ -1053,9 +1043,7 @@ def items_served(
 
 
 @given(length=st.integers(1, 25), workers=st.sampled_from(WORKERS), data=st.data())
-def test_whole_items_come_in_the_streams_order_from_any_number_of_workers_and_any_step(
-    length, workers, data
-):
+def test_whole_items_keep_the_order_for_any_workers_and_step(length, workers, data):
     start = data.draw(st.integers(0, length))
     items = [{"x": np.array([n])} for n in range(length)]
     found = items_served(
@@ -1073,7 +1061,7 @@ def test_whole_items_come_in_the_streams_order_from_any_number_of_workers_and_an
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_whole_items_that_are_made_up_for_are_marked_and_collated_by_the_user(workers):
+def test_whole_items_of_padding_are_marked_and_collated(workers):
     found = items_served(
         Stripe(IterableSource(range(3))),
         workers,
@@ -1091,9 +1079,7 @@ def test_whole_items_that_are_made_up_for_are_marked_and_collated_by_the_user(wo
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("start", [0, 2, 5])
-def test_the_first_whole_item_of_the_stream_makes_up_for_those_that_are_missing_wherever_a_pass_begins(
-    workers, start
-):
+def test_whole_items_are_padded_with_the_first_of_the_stream(workers, start):
     found = items_served(
         Stripe(IterableSource(range(3))),
         workers,
@@ -1109,7 +1095,7 @@ def test_the_first_whole_item_of_the_stream_makes_up_for_those_that_are_missing_
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_whole_items_are_repeated_in_their_order_by_workers_that_divide_them(workers):
+def test_whole_items_repeat_in_order_with_workers_that_divide(workers):
     found = items_served(Stripe(IterableSource(range(6))), workers, 14, repeat=True)
 
     assert [one.value for one in found] == [n % 6 for n in range(14)]
@@ -1117,13 +1103,13 @@ def test_whole_items_are_repeated_in_their_order_by_workers_that_divide_them(wor
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_whole_items_are_repeated_in_their_order_by_any_number_of_workers(workers):
+def test_whole_items_repeat_in_order_with_any_workers(workers):
     found = items_served(Stripe(Repeat(IterableSource(range(5)))), workers, 14)
 
     assert [one.value for one in found] == [n % 5 for n in range(14)]
 
 
-def test_a_whole_item_that_fails_is_named_as_that_one_of_its_workers():
+def test_whole_item_that_fails_is_named_by_worker():
     stage = Map(
         Stripe(IterableSource(range(20))), raising(7, Broken())
     )  # item 1 * 4 + 3

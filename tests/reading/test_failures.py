@@ -65,7 +65,7 @@ def failure(loader, within=HANG):
 
 
 @WORKERS
-def test_an_exception_in_the_data_set_has_its_index_worker_and_traceback(workers):
+def test_data_set_exception_has_index_worker_and_traceback(workers):
     got, error = failure(sharded(Fails(bad_sample), workers))
 
     assert got == [[0, 1], [2, 3]]
@@ -85,7 +85,7 @@ def test_an_exception_in_the_data_set_has_its_index_worker_and_traceback(workers
 @pytest.mark.parametrize(
     "error", [StopIteration, SystemExit, KeyError, GeneratorExit, MemoryError]
 )
-def test_no_kind_of_exception_ends_the_epoch_in_silence(workers, error):
+def test_exception_of_any_kind_is_raised_amid_an_epoch(workers, error):
     def fail():
         raise error("this one")
 
@@ -104,7 +104,7 @@ def test_no_kind_of_exception_ends_the_epoch_in_silence(workers, error):
 
 
 @WORKERS
-def test_an_exception_in_collate_has_the_samples(workers):
+def test_exception_in_collate_has_the_samples(workers):
     def collate(samples):
         if 5 in samples:
             raise ValueError("cannot collate")
@@ -140,7 +140,7 @@ def failure_of_dicts(loader):
 
 
 @WORKERS
-def test_a_dtype_that_paddle_does_not_have_is_named(workers):
+def test_dtype_that_paddle_does_not_have_is_named(workers):
     class Unsigned(Fails):
         def __getitem__(self, index):
             return np.array(index, "uint32")
@@ -151,7 +151,7 @@ def test_a_dtype_that_paddle_does_not_have_is_named(workers):
     assert ".astype('int64')" in str(error)
 
 
-def test_an_exception_in_worker_init_fn_is_not_hidden():
+def test_exception_in_worker_init_fn_is_not_hidden():
     def init(worker):
         raise OSError(f"no disk for {worker}")
 
@@ -163,7 +163,7 @@ def test_an_exception_in_worker_init_fn_is_not_hidden():
     assert "OSError: no disk for 0" in str(raised.value)
 
 
-def test_a_leaf_that_cannot_be_pickled_does_not_hang():
+def test_leaf_that_cannot_be_pickled_does_not_hang():
     def collate(samples):
         return [np.array(samples), lambda: None]
 
@@ -172,7 +172,7 @@ def test_a_leaf_that_cannot_be_pickled_does_not_hang():
         next(batches)
 
 
-def test_a_killed_worker_is_named():
+def test_killed_worker_is_named():
     class Dies(Fails):
         def __getitem__(self, index):
             if index == 5:
@@ -188,7 +188,7 @@ def test_a_killed_worker_is_named():
 
 
 @WORKERS
-def test_an_exception_in_the_users_sampler_comes_at_its_step(workers):
+def test_exception_in_the_users_sampler_comes_at_its_step(workers):
     class Breaks(BatchSampler):
         def __iter__(self):
             yield [0, 1]
@@ -206,7 +206,7 @@ def test_an_exception_in_the_users_sampler_comes_at_its_step(workers):
     assert str(error) == "sampler broke"
 
 
-def test_errors_of_one_batch_do_not_swallow_the_ones_before_with_workers():
+def test_worker_error_does_not_swallow_the_batches_before():
     class Odd(BatchSampler):
         def __iter__(self):
             yield from ([0, 1], [2, 3, 4], [6, 7])
@@ -245,7 +245,7 @@ def left_over(before, seconds=HANG):
     "how", ["exhaust", "break", "close", "with", "error", "delete"]
 )
 @pytest.mark.parametrize("persistent", [False, True])
-def test_no_worker_is_left_behind(how, persistent):
+def test_workers_end_with_their_pass(how, persistent):
     before = children()
     fail = bad_sample if how == "error" else lambda: None
     loader = sharded(Fails(fail), 2, persistent_workers=persistent)
@@ -369,9 +369,7 @@ def test_data_set_that_draws_for_some_samples_repeats_exactly(first, workers, pr
         (lambda i: slice(i), r"cannot stack slice at field \['x'\]"),
     ],
 )
-def test_tensors_and_other_leaves_that_cannot_be_stacked_are_named_with_their_field(
-    make, text, workers
-):
+def test_collate_error_names_the_field_that_cannot_be_stacked(make, text, workers):
     class Fields(Dataset):
         def __len__(self):
             return 8

@@ -120,7 +120,7 @@ INDICES = NOWHERE | st.integers(0, 3 * STEPS)
     skip=st.booleans(),
     ahead=st.integers(1, 7),
 )
-def test_what_is_read_ahead_is_what_is_read_when_it_is_asked_for(
+def test_step_pass_reads_ahead_what_it_would_read_on_demand(
     draws_from, fails_at, sampler_fails_at, skip, ahead
 ):
     def come(ahead):
@@ -150,7 +150,7 @@ def test_what_is_read_ahead_is_what_is_read_when_it_is_asked_for(
 
 @given(draws_from=INDICES, first=st.integers(0, STEPS - 1))
 @settings(max_examples=trials(30), deadline=None)
-def test_a_batch_does_not_depend_on_those_that_were_read_before_it(draws_from, first):
+def test_step_pass_batch_does_not_depend_on_earlier_ones(draws_from, first):
     """So that a run that is resumed goes on with the same bytes, though its reader has not seen the first samples."""
 
     def come(first):
@@ -180,9 +180,7 @@ class FailsBySeed(Rows):
 
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("ahead", [0, 3])
-def test_what_fails_by_what_it_draws_does_not_depend_on_the_loops_random_numbers(
-    ahead, skip
-):
+def test_step_pass_failure_by_draw_is_independent_of_the_loop(ahead, skip):
     outcomes = []
     for seed in range(8):
         random.seed(seed)
@@ -196,7 +194,7 @@ def test_what_fails_by_what_it_draws_does_not_depend_on_the_loops_random_numbers
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 5])
-def test_a_collate_fn_may_write_all_its_batches_to_the_same_memory(ahead):
+def test_collate_fn_may_reuse_the_memory_of_its_batches(ahead):
     memory = np.zeros((3, 3), "int64")
 
     def collate(samples):
@@ -226,9 +224,7 @@ class SwitchingQueue:
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 5])
-def test_loops_whose_steps_become_shorter_and_longer_get_all_batches(
-    ahead, monkeypatch
-):
+def test_step_pass_serves_steps_that_become_shorter_and_longer(ahead, monkeypatch):
     monkeypatch.setattr(step_pass, "SimpleQueue", SwitchingQueue)
     found = []
 
@@ -246,7 +242,7 @@ def test_loops_whose_steps_become_shorter_and_longer_get_all_batches(
         assert found == list(range(0, 3 * STEPS, 3)), seed
 
 
-def test_closing_ends_a_next_that_waits_for_a_thread_that_reads_no_more(monkeypatch):
+def test_step_pass_close_ends_a_next_that_waits(monkeypatch):
     class SlowQueue(SimpleQueue):
         """The thread that reads learns late that it has room, and that it is over."""
 
@@ -273,9 +269,7 @@ def test_closing_ends_a_next_that_waits_for_a_thread_that_reads_no_more(monkeypa
 
 
 @pytest.mark.parametrize("collates", [False, True])
-def test_arrays_in_memory_are_read_without_a_look_at_the_generators(
-    collates, monkeypatch
-):
+def test_array_dataset_is_read_without_saving_generators(collates, monkeypatch):
     looks = []
     monkeypatch.setattr(
         np.random, "get_state", lambda get=np.random.get_state: looks.append(1) or get()

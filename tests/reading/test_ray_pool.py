@@ -100,7 +100,7 @@ class History:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_each_request_is_answered_once_in_its_order_whatever_dies(seed, monkeypatch):
+def test_ray_pool_answers_requests_in_order_whatever_dies(seed, monkeypatch):
     history = History(seed)
     with faked(monkeypatch, history) as ray:
         pool = pool_of()
@@ -116,7 +116,7 @@ def test_each_request_is_answered_once_in_its_order_whatever_dies(seed, monkeypa
         assert log == sorted(log)
 
 
-def test_a_request_whose_readers_die_is_given_up_with_their_names(monkeypatch, caplog):
+def test_ray_pool_gives_up_a_request_that_kills_its_readers(monkeypatch, caplog):
     def turn(ray):
         for actor in ray.living:
             actor.place()
@@ -170,7 +170,7 @@ def test_actors_that_died_between_two_passes_are_nobodys_fault(monkeypatch):
                 actor.die()
 
 
-def test_a_node_that_dies_with_its_idle_actors_is_no_requests_fault(monkeypatch):
+def test_ray_pool_blames_no_request_for_idle_actors(monkeypatch):
     with faked(monkeypatch) as ray:
         pool = pool_of()
         pool.start()
@@ -180,7 +180,7 @@ def test_a_node_that_dies_with_its_idle_actors_is_no_requests_fault(monkeypatch)
         assert answers(pool, 1, 12) == [12]
 
 
-def test_an_actor_out_of_reach_is_replaced_and_ended(monkeypatch):
+def test_actor_out_of_reach_is_replaced_and_ended(monkeypatch):
     lost = []
 
     def turn(ray):
@@ -199,7 +199,7 @@ def test_an_actor_out_of_reach_is_replaced_and_ended(monkeypatch):
         assert len(ray.living) == WORKERS
 
 
-def test_an_actor_that_is_late_is_waited_for_and_then_an_error(monkeypatch):
+def test_actor_that_is_late_is_waited_for_and_then_an_error(monkeypatch):
     with faked(monkeypatch, lambda ray: None):
         pool = pool_of(timeout=0.05)
         pool.start()
@@ -211,7 +211,7 @@ def test_an_actor_that_is_late_is_waited_for_and_then_an_error(monkeypatch):
             pool.receive(0)
 
 
-def test_a_waiting_call_ends_when_it_is_interrupted(monkeypatch):
+def test_waiting_call_ends_when_it_is_interrupted(monkeypatch):
     with faked(monkeypatch, lambda ray: pool.interrupt()):
         pool = pool_of()
         pool.start()
@@ -220,7 +220,7 @@ def test_a_waiting_call_ends_when_it_is_interrupted(monkeypatch):
             pool.receive(0)
 
 
-def test_what_fails_outside_of_reading_is_an_answer(monkeypatch):
+def test_ray_pool_answers_with_failures_outside_of_reading(monkeypatch):
     with faked(monkeypatch):
         monkeypatch.setattr(FakeActor, "read", lambda *_: 1 / 0)
         pool = pool_of()
@@ -232,7 +232,7 @@ def test_what_fails_outside_of_reading_is_an_answer(monkeypatch):
     assert "ZeroDivisionError" in failure.cause
 
 
-def test_a_cluster_that_cannot_be_reached_is_an_error_of_the_first_answer(monkeypatch):
+def test_ray_pool_reports_an_unreachable_cluster_at_once(monkeypatch):
     def fails(**_):
         raise ConnectionError("no running Ray")
 
@@ -248,7 +248,7 @@ def test_a_cluster_that_cannot_be_reached_is_an_error_of_the_first_answer(monkey
             pool.receive(0)
 
 
-def test_readers_that_outlive_the_connection_connect_to_nothing_when_they_end(
+def test_ray_readers_outlive_the_connection_quietly(
     monkeypatch,
 ):
     """`ray.kill` without a connection makes one, to whatever cluster it finds."""
@@ -261,7 +261,7 @@ def test_readers_that_outlive_the_connection_connect_to_nothing_when_they_end(
         assert len(ray.living) == WORKERS, "nobody was asked to end them"
 
 
-def test_a_forked_child_leaves_the_actors_to_its_parent(monkeypatch):
+def test_forked_child_leaves_the_actors_to_its_parent(monkeypatch):
     with faked(monkeypatch) as ray:
         pool = pool_of()
         pool.start()
@@ -280,7 +280,7 @@ class Settings:
     init_fn, num_workers = None, 1
 
 
-def test_an_actor_reads_from_the_folder_of_its_rank(monkeypatch, tmp_path):
+def test_actor_reads_from_the_folder_of_its_rank(monkeypatch, tmp_path):
     """Files that are called alike in the folder in which Ray was started are others."""
     monkeypatch.setattr(ray_readers, "ReadingActor", READING_ACTOR)
     here = tmp_path / "rank"
@@ -304,7 +304,7 @@ def test_an_actor_reads_from_the_folder_of_its_rank(monkeypatch, tmp_path):
         assert not os.path.exists("a.txt")
 
 
-def test_without_ray_the_extra_is_named(monkeypatch):
+def test_ray_pool_without_ray_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(
         MissingDependencyError,
@@ -319,7 +319,7 @@ def test_readers_that_cannot_be_are_refused(monkeypatch):
         RayReaders(num=0)
 
 
-def test_a_loader_refuses_readers_that_are_none(monkeypatch):
+def test_loader_refuses_readers_that_are_none(monkeypatch):
     loader = paddle.io.DataLoader(Made(), batch_size=4)
     with pytest.raises(
         ArgumentError,
@@ -336,7 +336,7 @@ def test_a_loader_refuses_readers_that_are_none(monkeypatch):
         sharded(external, ONE, readers=RayReaders(num=2))
 
 
-def test_a_thread_may_wait_while_another_interrupts(monkeypatch):
+def test_thread_may_wait_while_another_interrupts(monkeypatch):
     with faked(monkeypatch, lambda ray: None):
         pool = pool_of()
         pool.start()
@@ -356,7 +356,7 @@ def test_a_thread_may_wait_while_another_interrupts(monkeypatch):
         assert failed
 
 
-def test_a_loader_reads_by_actors(monkeypatch):
+def test_loader_reads_by_actors(monkeypatch):
     monkeypatch.setattr(ray_readers, "ReadingActor", Reads)
     with faked(monkeypatch, all_answer):
         loader = sharded(

@@ -185,7 +185,7 @@ def test_threads_argument(readers):
         sharded(DataLoader(Stream.of(range(8)), batch_size=4), ONE, readers=Threads(2))
 
 
-def test_threads_that_take_the_last_samples_let_others_close_them():
+def test_sample_threads_close_while_they_take_the_last_samples():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -204,7 +204,7 @@ def test_threads_that_take_the_last_samples_let_others_close_them():
     assert not threads_left()
 
 
-def test_threads_that_are_closed_while_they_read_leave_no_thread_that_waits():
+def test_sample_threads_closed_amid_a_read_leave_no_one_waiting():
     """Closing does not wait until a long read has ended, and the samples after it are not read."""
 
     def read(index):

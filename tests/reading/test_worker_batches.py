@@ -539,7 +539,7 @@ def test_worker_batch_that_cannot_be_received_fails_at_its_step(size, bad):
     assert found == list(range(bad))
 
 
-def test_worker_that_cannot_receive_a_request_ends_with_a_traceback(capfd):
+def test_worker_that_cannot_read_a_request_prints_a_traceback(capfd):
     ids = {step: [0] for step in range(6)} | {3: [BreaksWhenRead()]}
     steps = (a_step(number, ids[number]) for number in ids)
     found = []

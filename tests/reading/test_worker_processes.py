@@ -499,5 +499,5 @@ raise SystemExit
     assert "Traceback" not in output, output[-2000:]
 
 
-def test_a_pool_whose_constructor_was_interrupted_is_dropped_without_a_word():
+def test_worker_pool_interrupted_in_init_is_dropped_silently():
     WorkerPool.__new__(WorkerPool).__del__()

@@ -71,7 +71,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("made", KINDS, ids=lambda made: made.__name__)
-def test_a_run_of_any_kind_is_recorded_and_verified(made, tmp_path, monkeypatch):
+def test_run_of_any_kind_is_recorded_and_verified(made, tmp_path, monkeypatch):
     if made.__name__ in ("webdataset", "parquet") and made.__name__ not in FILES:
         pytest.skip("a library is not installed")
     path = tmp_path / "run.jsonl"
@@ -109,7 +109,7 @@ def test_a_run_of_any_kind_is_recorded_and_verified(made, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("name", ["seed", "shuffle"])
 @pytest.mark.parametrize("stop", [3, 10])
-def test_an_epoch_that_went_on_in_another_order_is_not_proved(name, stop, tmp_path):
+def test_epoch_that_went_on_in_another_order_is_not_proved(name, stop, tmp_path):
     """Unless all of it was delivered by then."""
     record, found = tmp_path / "run.jsonl", []
 
@@ -142,7 +142,7 @@ def test_an_epoch_that_went_on_in_another_order_is_not_proved(name, stop, tmp_pa
         assert "epoch 0: each of 40 samples exactly once" in said
 
 
-def test_a_stream_that_went_on_with_other_files_is_not_proved(tmp_path):
+def test_stream_that_went_on_with_other_files_is_not_proved(tmp_path):
     record, paths = (
         tmp_path / "run.jsonl",
         [tmp_path / f"{number}.txt" for number in range(2)],
@@ -175,7 +175,7 @@ def test_a_stream_that_went_on_with_other_files_is_not_proved(tmp_path):
     )
 
 
-def test_of_a_stream_positions_are_counted_and_not_samples(tmp_path):
+def test_record_of_a_stream_counts_positions(tmp_path):
     """It has 21 samples, of which one cannot be read; the last batch has rows of padding."""
 
     def read(number):
@@ -202,7 +202,7 @@ def test_of_a_stream_positions_are_counted_and_not_samples(tmp_path):
     )
 
 
-def test_a_job_that_has_loaded_and_not_begun_changes_no_answer(tmp_path):
+def test_job_that_has_loaded_and_not_begun_changes_no_answer(tmp_path):
     """As one that died while it built its model, or does so still."""
     record = tmp_path / "run.jsonl"
 
@@ -236,7 +236,7 @@ def test_a_job_that_has_loaded_and_not_begun_changes_no_answer(tmp_path):
     assert answers() == before, "loaded"
 
 
-def test_samples_that_came_later_are_found_and_an_older_epoch_has_its_own_mesh(
+def test_record_finds_later_samples_and_older_meshes(
     tmp_path,
 ):
     record, state = tmp_path / "run.jsonl", None
@@ -259,7 +259,7 @@ def test_samples_that_came_later_are_found_and_an_older_epoch_has_its_own_mesh(
     assert [group["ranks"] for group in found] == [[0]]
 
 
-def test_what_larger_batches_have_left_of_an_epoch_is_dropped_and_not_missing(tmp_path):
+def test_record_counts_the_dropped_tail_of_larger_batches(tmp_path):
     record, state = tmp_path / "run.jsonl", None
     for batch_size, steps in ((3, 20), (6, 0)):
         given = DataLoader(Made(length=64), batch_size=batch_size, shuffle=True)

@@ -33,7 +33,7 @@ def written(path, count=6):
 
 
 @given(st.data())
-def test_any_line_that_is_taken_out_or_changed_is_found(tmp_path_factory, data):
+def test_record_line_removed_or_changed_is_found(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("lines") / "run.jsonl"
     lines = written(path)
     assert read_record(str(path))[1] == []
@@ -68,9 +68,7 @@ def test_any_line_that_is_taken_out_or_changed_is_found(tmp_path_factory, data):
 
 
 @given(cut=st.integers(1, 60))
-def test_a_half_line_at_the_end_is_said_and_is_replaced_by_the_next_one(
-    tmp_path_factory, cut
-):
+def test_record_half_line_is_reported_and_replaced(tmp_path_factory, cut):
     path = tmp_path_factory.mktemp("lines") / "run.jsonl"
     lines = written(path)
     path.write_bytes(b"".join(lines)[: -min(cut, len(lines[-1]) - 1)])
@@ -129,18 +127,14 @@ def kinds(path):
         ("other.txt", ArgumentError, "other.txt' is a file, but no record"),
     ],
 )
-def test_a_file_that_cannot_be_the_record_is_refused_at_once(
-    path, error, text, tmp_path
-):
+def test_file_that_cannot_be_the_record_is_refused_at_once(path, error, text, tmp_path):
     (tmp_path / "other.txt").write_text("hello\n")
     with pytest.raises(error, match=text):
         loader_of(path if path == 7 else tmp_path / path)
     assert (tmp_path / "other.txt").read_text() == "hello\n"
 
 
-def test_a_record_that_is_removed_while_a_job_runs_is_not_begun_in_the_middle(
-    tmp_path, caplog
-):
+def test_record_removed_in_a_job_is_not_begun_in_the_middle(tmp_path, caplog):
     loader = loader_of(tmp_path / "run.jsonl")
     next(iter(loader))
     (tmp_path / "run.jsonl").unlink()
@@ -151,7 +145,7 @@ def test_a_record_that_is_removed_while_a_job_runs_is_not_begun_in_the_middle(
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_a_full_disk_is_an_error_at_the_start_and_one_warning_later(
+def test_record_on_a_full_disk_is_an_error_then_one_warning(
     tmp_path, caplog, monkeypatch
 ):
     with pytest.raises(ArgumentError, match="on a disk with space"):
@@ -184,9 +178,7 @@ def test_a_full_disk_is_an_error_at_the_start_and_one_warning_later(
     assert kinds(tmp_path / "run.jsonl") == ["begin", "begin"]
 
 
-def test_a_handler_that_saves_while_a_line_is_written_does_no_harm(
-    tmp_path, monkeypatch
-):
+def test_record_survives_a_handler_that_saves_amid_a_line(tmp_path, monkeypatch):
     from paddle_shard.run import recorder
 
     loader, original = loader_of(tmp_path / "run.jsonl"), recorder.append
@@ -230,7 +222,7 @@ def test_states_at_one_position_are_one_line_and_an_error_is_one(tmp_path):
     assert [steps for _, steps, _ in lines[-1]["passes"]] == [3]
 
 
-def test_a_record_follows_no_change_of_the_folder(tmp_path, monkeypatch):
+def test_record_follows_no_change_of_the_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loader = loader_of("run.jsonl")
     (tmp_path / "other").mkdir()
@@ -265,7 +257,7 @@ def test_options_of_any_type_are_in_the_record(tmp_path):
     assert "exactly once" in asked("verify", tmp_path / "run.jsonl")
 
 
-def test_a_step_writes_nothing(tmp_path):
+def test_step_writes_nothing(tmp_path):
     loader = loader_of(tmp_path / "run.jsonl")
     batches = iter(loader)
     before = (tmp_path / "run.jsonl").stat().st_size
@@ -289,7 +281,7 @@ def test_damage_fails_the_verification(tmp_path):
     assert "cannot be read" in asked("verify", tmp_path / "none", code=2)
 
 
-def test_programs_are_told_of_the_damage_and_nothing_else_in_its_place(tmp_path):
+def test_record_json_reports_only_the_damage(tmp_path):
     path = tmp_path / "run.jsonl"
     list(loader_of(path))
     path.write_bytes(path.read_bytes()[:-5])
@@ -313,7 +305,7 @@ def whole(tmp_path_factory):
 
 
 @given(st.data())
-def test_any_byte_that_is_changed_is_found(whole, tmp_path_factory, data):
+def test_record_byte_changed_is_found(whole, tmp_path_factory, data):
     at, path = (
         data.draw(st.integers(0, len(whole) - 1)),
         tmp_path_factory.getbasetemp() / "changed.jsonl",
@@ -350,7 +342,7 @@ JUNK = [
 
 
 @given(st.data())
-def test_whatever_a_line_holds_no_command_dies_of_it(whole, tmp_path_factory, data):
+def test_record_commands_survive_lines_of_any_content(whole, tmp_path_factory, data):
     path, out = tmp_path_factory.getbasetemp() / "junk.jsonl", io.StringIO()
     lines = [json.loads(line) for line in whole.splitlines()]
     line = data.draw(st.sampled_from(lines))
@@ -371,7 +363,7 @@ def test_whatever_a_line_holds_no_command_dies_of_it(whole, tmp_path_factory, da
             assert main([command, str(path), *flags]) in (0, 1, 2)
 
 
-def test_a_record_that_tells_nothing_yet_says_so(tmp_path):
+def test_record_that_tells_nothing_yet_says_so(tmp_path):
     path = tmp_path / "run.jsonl"
     loader = loader_of(path)
     assert "the record has no pass yet" in asked("verify", path, code=2)
@@ -382,7 +374,7 @@ def test_a_record_that_tells_nothing_yet_says_so(tmp_path):
     assert (found["recorded"], found["samples"]) == ("not yet", [0, 1, 2, 3])
 
 
-def test_a_trainer_that_nobody_edits_writes_a_record_too(tmp_path):
+def test_trainer_that_nobody_edits_writes_a_record_too(tmp_path):
     with paddle_shard.patch_paddle(record=tmp_path / "run.jsonl"):
         loader = paddle.distributed.shard_dataloader(
             DataLoader(Made(length=8), batch_size=4), ONE, shard_dims="dp"
@@ -396,9 +388,7 @@ def test_a_trainer_that_nobody_edits_writes_a_record_too(tmp_path):
 
 @pytest.mark.parametrize("at_the_end", [False, True])
 @pytest.mark.parametrize("kind", ["index", "stream", "sampler"])
-def test_an_epoch_whose_end_only_the_resumed_job_has_seen_is_whole(
-    kind, at_the_end, tmp_path
-):
+def test_record_epoch_ended_by_the_resumed_job_is_whole(kind, at_the_end, tmp_path):
     """The state is saved behind the last step of an epoch, before or after the loop has seen that there is no more."""
 
     class Batches:
@@ -433,7 +423,7 @@ def test_an_epoch_whose_end_only_the_resumed_job_has_seen_is_whole(
     assert f"epoch 0: each of 16 {noun[kind]}" in said
 
 
-def test_a_sample_that_could_not_be_read_fails_the_verification(tmp_path):
+def test_sample_that_could_not_be_read_fails_the_verification(tmp_path):
     def broken(index):
         if index == 13:
             raise ValueError("broken")
@@ -458,7 +448,7 @@ def written_anew(whole, path, change):
     return path
 
 
-def test_what_was_read_is_compared_with_the_order(whole, tmp_path):
+def test_record_is_compared_with_the_order(whole, tmp_path):
     def with_other_sums(line):
         for entry in line.get("state", {}).get("certificate", ()):
             entry[5][2] ^= 1
@@ -467,7 +457,7 @@ def test_what_was_read_is_compared_with_the_order(whole, tmp_path):
     assert "is not what the order has there" in asked("verify", path, code=1)
 
 
-def test_a_position_that_no_epoch_has_is_told_at_once(whole, tmp_path):
+def test_position_that_no_epoch_has_is_told_at_once(whole, tmp_path):
     def far_away(line):
         if line["line"] == "end":
             line["passes"] = [[number, 10**12, 10**13] for number, *_ in line["passes"]]

@@ -27,7 +27,7 @@ LENGTH = 43
 
 @pytest.mark.parametrize("shuffle", [*ALL, *UNNAMED, "mixture"], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_order_is_made_again_from_what_a_saved_state_says_of_it(shuffle, ranks):
+def test_record_remakes_the_order_from_a_saved_state(shuffle, ranks):
     if shuffle == "mixture":
         schedule = [(0, {"a": 2, "b": 1}), (10, {"a": 1, "b": 1})]
         shuffle = Mixture(
@@ -66,7 +66,7 @@ def test_an_order_is_made_again_from_what_a_saved_state_says_of_it(shuffle, rank
         assert one.tolist() == two.tolist()
 
 
-def test_an_order_that_nobody_knows_is_told_as_that():
+def test_order_that_nobody_knows_is_told_as_that():
     assert ordering_of({"shuffle": "mine"}) is None
 
 
@@ -186,7 +186,7 @@ JOBS = st.lists(
     tail="drop",
     skip_steps=None,
 )
-def test_the_record_tells_what_each_rank_was_given(
+def test_record_tells_what_each_rank_was_given(
     jobs, accumulation, kind, tail, skip_steps
 ):
     if kind == "blocks":  # whose order depends on the rows of a micro-batch

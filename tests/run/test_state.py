@@ -78,7 +78,7 @@ SAMPLERS = {
         ("drop", BLOCKS, 2),
     ],
 )
-def test_a_run_resumed_at_every_step_is_the_straight_run(tail, shuffle, workers):
+def test_run_resumed_at_every_step_is_the_straight_run(tail, shuffle, workers):
     straight = make(tail=tail, shuffle=shuffle)
     epochs = [rest(straight) for _ in range(2)]
 
@@ -108,7 +108,7 @@ def test_a_run_resumed_at_every_step_is_the_straight_run(tail, shuffle, workers)
     shuffle=st.sampled_from(OF_ANY_MESH),
     seed=st.integers(0, 3),
 )
-def test_stops_that_change_the_mesh_and_the_batch_size_miss_and_repeat_nothing(
+def test_state_resumes_exactly_on_other_meshes_and_batch_sizes(
     length, sizes, shuffle, seed
 ):
     """Each stretch: (data ranks, multiple of the batch, steps before the next stop)."""

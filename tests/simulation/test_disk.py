@@ -49,7 +49,7 @@ def test_seeds_that_once_failed_keep_what_was_acknowledged(fault):
         disk.run(seed)
 
 
-def test_every_crash_of_a_save_leaves_what_was_acknowledged():
+def test_simulated_disk_keeps_acknowledged_saves_at_any_crash():
     calls, states = disk.explore(2, 1)
     assert states > calls > 100
 

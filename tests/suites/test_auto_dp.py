@@ -66,9 +66,7 @@ def test_gather_valid_returns_the_real_rows_of_all_ranks(case, of_ranks):
     "case",
     ["stream", "stream, axis", "stream of this rank", "batches", "texts, stream"],
 )
-def test_a_stream_is_split_over_the_data_axis_though_the_trainer_names_none(
-    case, of_ranks
-):
+def test_stream_is_split_over_the_data_axis_without_shard_dims(case, of_ranks):
     one, other = map(firsts, of_ranks(case))
 
     assert len(one) == len(other) == 3
@@ -79,7 +77,7 @@ def test_a_stream_is_split_over_the_data_axis_though_the_trainer_names_none(
         assert one == [[0, 2], [4, 6], [8, 10]]
 
 
-def test_rows_may_be_of_any_length_on_each_rank_and_fields_of_any_number_of_rows(
+def test_auto_dp_rows_may_differ_in_length_and_number(
     of_ranks,
 ):
     one, other = of_ranks("texts")
@@ -101,14 +99,14 @@ def test_rows_may_be_of_any_length_on_each_rank_and_fields_of_any_number_of_rows
     ]
 
 
-def test_a_stream_that_each_rank_splits_itself_is_told_how_to_say_so(of_ranks):
+def test_stream_split_by_the_user_is_refused_with_the_argument(of_ranks):
     for report in of_ranks("stream of this rank, unsaid"):
         assert report["steps"] == []
         assert report["error"].startswith("DifferentDataError: ")
         assert "`is_dataset_splitted = True`" in report["error"]
 
 
-def test_a_mesh_without_a_data_axis_is_refused_and_so_is_a_stream_that_paddles_loader_asks_for_a_length(
+def test_auto_dp_refuses_a_mesh_without_data_axis(
     of_ranks,
 ):
     for report in of_ranks("rows, no data axis"):

@@ -19,9 +19,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     ("case", "steps"), [("parallelize", 10), ("to_distributed", 8)]
 )
-def test_a_script_of_paddles_guides_loses_what_it_loses_with_paddles_loader(
-    case, steps, run_case
-):
+def test_guides_script_has_the_losses_of_paddles_loader(case, steps, run_case):
     cases = ["parallelize", "to_distributed"]
     env = {"PYTHONPATH": str(HERE.parents[1])}
     for report in run_case(

@@ -77,7 +77,7 @@ def test_loop_fails_on_both_ranks_at_the_same_step(ranks):
         assert "sample 6 failed" in text
 
 
-def test_loop_of_a_sampler_that_draws_alike_on_both_ranks_is_named(ranks):
+def test_sampler_loop_that_draws_alike_on_ranks_is_named(ranks):
     for found in ranks:
         assert "read the same first batches" in found["patched"]["clas, pk"]
         assert "draws_for_rank" in found["patched"]["clas, pk"]

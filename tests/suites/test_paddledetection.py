@@ -6,7 +6,7 @@ from tests.helpers import sharded
 from tests.suites.paddledetection import BatchCompose, Boxes
 
 
-def test_a_collate_function_is_called_once_a_batch():
+def test_collate_function_is_called_once_a_batch():
     collate, local = BatchCompose(lists=True), [[], [0, 1]]
     given = DataLoader(Boxes(sizes=(5,)), batch_size=4, collate_fn=collate)
 

@@ -25,9 +25,7 @@ def of_rank(consumed=0, kind=ConsumedSamples):
 @pytest.mark.parametrize("kind", [ConsumedSamples, MappingSampler])
 @pytest.mark.parametrize("says", [True, False])
 @pytest.mark.parametrize("stop", [0, 2, 4])
-def test_a_trainer_skips_once_whether_it_tells_its_sampler_what_was_consumed_or_not(
-    stop, says, kind
-):
+def test_trainer_skips_consumed_samples_once(stop, says, kind):
     def run():
         given = of_rank(stop * BATCH * 2 * says, kind)
         with paddle_shard.patch_paddle():
@@ -47,7 +45,7 @@ def test_a_trainer_skips_once_whether_it_tells_its_sampler_what_was_consumed_or_
     assert on_each_rank(range(2), run) == on_each_rank(range(2), straight)
 
 
-def test_what_a_client_finds_behind_a_loader_is_of_the_class_that_it_put_there():
+def test_batch_sampler_shows_the_class_that_was_given():
     class Mine(paddle.io.BatchSampler):
         """Of nobody's making."""
 
@@ -62,7 +60,7 @@ def test_what_a_client_finds_behind_a_loader_is_of_the_class_that_it_put_there()
     assert loader.epoch == 3
 
 
-def test_a_position_that_is_set_in_the_sampler_and_in_a_state_is_told():
+def test_position_set_in_sampler_and_state_is_an_error():
     loader = sharded(of_rank())
     batches = iter(loader)
     next(batches), next(batches)
@@ -77,7 +75,7 @@ def test_a_position_that_is_set_in_the_sampler_and_in_a_state_is_told():
 
 
 @pytest.mark.parametrize("packed", [1, 2])
-def test_packed_pairs_of_dpo_are_found_in_the_global_batch_by_a_trainer_that_nobody_edits(
+def test_dpo_trainer_finds_packed_pairs_in_the_global_batch(
     packed,
 ):
     def pairs(index):

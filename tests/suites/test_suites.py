@@ -71,9 +71,7 @@ def rows_of(report):
 
 
 @pytest.mark.parametrize("case", ["pk", "pk, split, each step", "identities"])
-def test_a_sampler_that_draws_for_its_rank_draws_other_rows_on_each_data_rank(
-    case, of_ranks
-):
+def test_sampler_that_draws_for_its_rank_differs_by_data_rank(case, of_ranks):
     first, second = map(rows_of, of_ranks(case))
 
     assert len(first) == len(second) >= 8
@@ -85,12 +83,12 @@ def test_a_sampler_that_draws_for_its_rank_draws_other_rows_on_each_data_rank(
 
 
 @pytest.mark.parametrize("case", ["pk, resumed", "identities, resumed"])
-def test_it_draws_the_same_again_after_a_resume(case, of_ranks):
+def test_sampler_draws_the_same_again_after_a_resume(case, of_ranks):
     for straight, again in of_ranks(case):
         assert rows_of(straight) == rows_of(again) != []
 
 
-def test_one_that_does_not_say_so_is_refused_where_its_rows_are_the_same(of_ranks):
+def test_undeclared_sampler_with_equal_rows_is_refused(of_ranks):
     for report in of_ranks("mixed"):
         assert report["steps"] == []
         assert report["error"].startswith(
@@ -100,9 +98,7 @@ def test_one_that_does_not_say_so_is_refused_where_its_rows_are_the_same(of_rank
 
 
 @pytest.mark.parametrize("case", ["augmented", "augmented, workers"])
-def test_a_row_that_several_data_ranks_read_on_purpose_is_augmented_differently_on_each(
-    case, of_ranks
-):
+def test_shared_row_is_augmented_differently_by_data_rank(case, of_ranks):
     one, other = of_ranks(case)
 
     assert rows_of(one) == rows_of(other)
@@ -112,7 +108,7 @@ def test_a_row_that_several_data_ranks_read_on_purpose_is_augmented_differently_
     assert all(a != b for a, b in zip(*drawn, strict=True))
 
 
-def test_a_sampler_that_cuts_one_drawn_order_still_draws_it_alike_on_all_ranks(
+def test_sampler_that_cuts_one_order_draws_alike_on_all_ranks(
     of_ranks,
 ):
     first, second = map(rows_of, of_ranks("one order"))
@@ -129,7 +125,7 @@ def test_a_sampler_that_cuts_one_drawn_order_still_draws_it_alike_on_all_ranks(
     assert first[:6] != first[6:]
 
 
-def test_a_sampler_that_cuts_for_its_rank_without_a_word_is_refused_and_taken_where_that_is_said(
+def test_undeclared_rank_sampler_is_refused_until_declared(
     of_ranks,
 ):
     for report in of_ranks("scales"):
@@ -149,9 +145,7 @@ def sides_of(report):
 @pytest.mark.parametrize(
     "case", ["resize", "resize, workers", "resize, at once", "resize, stream"]
 )
-def test_a_collate_that_draws_draws_the_same_on_all_data_ranks_and_other_numbers_at_each_step(
-    case, of_ranks
-):
+def test_collate_fn_draws_alike_on_ranks_and_anew_each_step(case, of_ranks):
     first, second = map(sides_of, of_ranks(case))
 
     assert first == second
@@ -161,7 +155,7 @@ def test_a_collate_that_draws_draws_the_same_on_all_data_ranks_and_other_numbers
     assert first == sides_of(of_ranks("resize")[0]) or case == "resize, stream"
 
 
-def test_rows_that_are_as_long_on_all_ranks_are_taken_whatever_each_would_be_alone(
+def test_rows_of_equal_length_on_all_ranks_are_taken(
     of_ranks,
 ):
     for report in of_ranks("stride"):
@@ -171,7 +165,7 @@ def test_rows_that_are_as_long_on_all_ranks_are_taken_whatever_each_would_be_alo
         ] * 4, "what stays local"
 
 
-def test_rows_that_differ_between_ranks_are_an_error_on_all_at_their_step_and_can_be_padded_further(
+def test_rows_of_unequal_length_are_an_error_until_padded(
     of_ranks,
 ):
     for report in of_ranks("padded"):
@@ -184,7 +178,7 @@ def test_rows_that_differ_between_ranks_are_an_error_on_all_at_their_step_and_ca
         assert sides_of(report) == [6] * 4
 
 
-def test_a_split_by_worker_init_fn_as_paddles_page_shows_it_loses_nothing_and_another_one_is_named(
+def test_worker_init_fn_split_loses_nothing_or_is_refused(
     of_ranks,
 ):
     rows = [
@@ -196,7 +190,7 @@ def test_a_split_by_worker_init_fn_as_paddles_page_shows_it_loses_nothing_and_an
         assert "worker_init_fn" in report["error"]
 
 
-def test_a_reader_of_this_ranks_rows_that_is_no_data_loader_is_refused_and_taken_where_that_is_said(
+def test_reader_of_rank_rows_is_refused_until_declared(
     of_ranks,
 ):
     for report in of_ranks("reader"):
@@ -212,7 +206,7 @@ def test_a_reader_of_this_ranks_rows_that_is_no_data_loader_is_refused_and_taken
     assert sorted(rows) == list(range(48))
 
 
-def test_a_sampler_that_shuffles_its_batches_in_place_resumes_where_it_has_drawn_the_earlier_epochs_and_says_so(
+def test_sampler_shuffling_in_place_resumes_after_its_epochs(
     of_ranks,
 ):
     for straight, again, _ in of_ranks("shapes, resumed"):
@@ -227,9 +221,7 @@ def test_a_sampler_that_shuffles_its_batches_in_place_resumes_where_it_has_drawn
 
 
 @pytest.mark.parametrize("case", ["lines", "lines, workers"])
-def test_a_line_that_is_drawn_for_one_that_cannot_be_read_is_the_same_whoever_reads_it(
-    case, of_ranks
-):
+def test_line_drawn_for_an_unreadable_one_is_the_same_for_all(case, of_ranks):
     reports = of_ranks(case)
     assert [report["steps"] for report in reports] == [
         report["steps"] for report in of_ranks("lines")
@@ -248,7 +240,7 @@ def test_a_line_that_is_drawn_for_one_that_cannot_be_read_is_the_same_whoever_re
             )
 
 
-def test_four_rows_for_each_sample_are_taken_where_it_is_said_and_asked_for_where_not(
+def test_four_rows_a_sample_are_taken_if_declared(
     of_ranks,
 ):
     for rank, report in enumerate(of_ranks("rotations")):
@@ -261,9 +253,7 @@ def test_four_rows_for_each_sample_are_taken_where_it_is_said_and_asked_for_wher
 
 
 @pytest.mark.parametrize("case", ["speech, padded", "speech, distributed"])
-def test_utterances_come_in_the_order_of_their_sampler_padded_to_the_longest_of_all_ranks(
-    case, of_ranks
-):
+def test_utterances_keep_their_order_padded_to_the_longest(case, of_ranks):
     reports = of_ranks(case)
 
     rows = list(range(14))
@@ -279,7 +269,7 @@ def test_utterances_come_in_the_order_of_their_sampler_padded_to_the_longest_of_
             assert {len(row) for row in texts} == {max(row + 1 for row in batch)}
 
 
-def test_rows_that_differ_are_told_with_the_fields_that_differ_as_pad_to_calls_them(
+def test_rows_of_unequal_length_are_named_as_pad_to_names_them(
     of_ranks,
 ):
     for report in of_ranks("speech"):
@@ -288,9 +278,7 @@ def test_rows_that_differ_are_told_with_the_fields_that_differ_as_pad_to_calls_t
 
 
 @pytest.mark.parametrize("case", ["minibatches", "minibatches, whole"])
-def test_batches_that_were_made_beforehand_are_each_split_over_the_ranks(
-    case, of_ranks
-):
+def test_ready_batches_are_split_over_the_ranks(case, of_ranks):
     assert [report["error"] for report in of_ranks(case)] == ["", ""]
     steps = list(zip(*(report["steps"] for report in of_ranks(case)), strict=True))
 
@@ -301,7 +289,7 @@ def test_batches_that_were_made_beforehand_are_each_split_over_the_ranks(
     assert all(len(ranks[0][0]) == len(ranks[1][0]) for ranks in steps)
 
 
-def test_such_batches_as_rows_of_a_loader_are_told_the_way_out_and_so_is_a_rank_with_more_rows(
+def test_ready_batches_as_rows_are_refused_with_the_fix(
     of_ranks,
 ):
     for report in of_ranks("minibatches, inside"):

@@ -30,7 +30,7 @@ def test_ranks_that_are_replicas_alone_train(of_ranks):
         assert report["static"] == pytest.approx(report["dynamic"], abs=1e-5)
 
 
-def test_a_second_model_of_the_process_trains_and_evaluates(of_ranks):
+def test_second_model_of_the_process_trains_and_evaluates(of_ranks):
     for report in of_ranks(2, "second_model"):
         first, second = report["runs"]
         assert first["train"] == pytest.approx(second["train"], abs=1e-6)
@@ -46,7 +46,7 @@ def test_groups_used_between_steps_do_not_leak_into_a_step(of_ranks):
         assert report["again"] < report["static"]  # it went on training
 
 
-def test_a_program_of_two_groups_is_refused_on_every_rank(of_ranks):
+def test_program_of_two_groups_is_refused_on_every_rank(of_ranks):
     groups = {
         0: [[0, 1], [0, 2]],
         1: [[0, 1], [1, 3]],
@@ -63,7 +63,7 @@ def test_a_program_of_two_groups_is_refused_on_every_rank(of_ranks):
         assert report["static"] == pytest.approx(report["dynamic"], abs=1e-5)
 
 
-def test_a_refusal_on_one_rank_is_raised_on_all(of_ranks):
+def test_refusal_on_one_rank_is_raised_on_all(of_ranks):
     for kind, text, _ in of_ranks(2, "one_rank"):
         assert kind == "StaticGroupsError"
         assert (
@@ -79,7 +79,7 @@ def test_undo_puts_back_what_it_found(of_ranks):
         assert report["refused"][1] == "No CUDA device found"
 
 
-def test_nothing_is_changed_where_paddle_has_an_accelerator(monkeypatch):
+def test_cpu_static_changes_nothing_on_an_accelerator(monkeypatch):
     from paddle.distributed.auto_parallel.static.engine import Engine
     from paddle.framework import core
 

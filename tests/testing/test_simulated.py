@@ -5,7 +5,7 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.testing import on_each_rank
 
 
-def test_ranks_of_a_real_job_are_not_simulated_which_would_wait_for_the_others(
+def test_simulated_ranks_are_refused_in_a_real_job(
     monkeypatch,
 ):
     assert on_each_rank(range(2), lambda: dist.get_rank()) == {0: 0, 1: 1}

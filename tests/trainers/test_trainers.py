@@ -79,7 +79,7 @@ def check_epochs(steps, length, per_epoch):
         assert sorted(rows) == list(range(length))
 
 
-def test_two_epochs_are_each_row_once_and_lose_what_one_process_loses(straight):
+def test_trainer_epochs_have_each_row_once_and_equal_losses(straight):
     _, _, steps = straight
 
     check_epochs(steps, ROWS, STEPS)
@@ -109,7 +109,7 @@ def test_accumulation_takes_each_row_once_too(tmp_path):
     TRAINER != "paddleformers", reason="other trainers do not take such data"
 )
 @pytest.mark.parametrize("data", ["stream", "ragged"])
-def test_a_stream_and_rows_of_several_lengths_are_each_row_once(data, tmp_path):
+def test_stream_and_rows_of_several_lengths_are_each_row_once(data, tmp_path):
     check_epochs(trained(tmp_path, data=data), ROWS, STEPS)
 
 
@@ -117,7 +117,7 @@ def test_a_stream_and_rows_of_several_lengths_are_each_row_once(data, tmp_path):
     TRAINER == "paddleformers",
     reason="in its mode Paddle's DataLoader replaces the sampler",
 )
-def test_the_packages_own_sampler_skips_once_whether_it_is_told_what_was_consumed_or_not(
+def test_trainer_sampler_skips_consumed_samples_once(
     tmp_path,
 ):
     steps = trained(tmp_path, consumed=0, save_steps=2)
@@ -130,7 +130,7 @@ def test_the_packages_own_sampler_skips_once_whether_it_is_told_what_was_consume
         assert [rows for rows, _ in rest] == [rows for rows, _ in steps[2:]]
 
 
-def test_a_resumed_run_goes_on_with_the_next_row(straight, tmp_path):
+def test_resumed_run_goes_on_with_the_next_row(straight, tmp_path):
     static, folder, steps = straight
     stops = 3, 6
 

@@ -207,9 +207,7 @@ def losses(steps):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_ranks_train_on_each_item_of_the_data_set_once_and_lose_what_one_process_loses(
-    name, straight, folder
-):
+def test_tuning_has_each_item_once_and_equal_losses(name, straight, folder):
     expected = slices_of(CASES[name], folder)
 
     assert items(straight[name]) == [
@@ -244,9 +242,7 @@ def test_items_and_losses_of_a_map_are_plain_paddles(name, straight):
     )
 
 
-def test_evaluation_by_a_loop_of_ones_own_gives_what_each_row_loses_in_one_process(
-    straight, folder
-):
+def test_tuning_evaluation_equals_that_of_one_process(straight, folder):
     data = worker.dataset(CASES["sft"], folder / "rows")
     rows = [data[i] for i in range(ROWS - 1)]
 
@@ -258,9 +254,7 @@ def test_evaluation_by_a_loop_of_ones_own_gives_what_each_row_loses_in_one_proce
     not OF_SLICES,
     reason="plain Paddle has no streams there, and 0.4.1 shuffles if it is told to",
 )
-def test_plain_paddle_trains_all_ranks_on_the_same_rows_of_a_stream_and_a_shuffle_that_cannot_be_is_said(
-    straight, folder
-):
+def test_tuning_on_a_stream_differs_by_rank_and_rejects_shuffle(straight, folder):
     assert all(one == other for one, other in items(straight["plain sft stream"]))
     assert (
         "patch_paddle(shuffle=True) is left out"
@@ -268,7 +262,7 @@ def test_plain_paddle_trains_all_ranks_on_the_same_rows_of_a_stream_and_a_shuffl
     )
 
 
-def test_a_killed_run_and_others_go_on_with_the_next_item(straight, folder, tmp_path):
+def test_killed_run_and_others_go_on_with_the_next_item(straight, folder, tmp_path):
     name = "dpo stream, greedy" if OF_SLICES else "sft stream, greedy"
     with pytest.raises(RanksFailed, match=f"-{signal.SIGKILL:d}"):
         tuned(
@@ -299,7 +293,7 @@ def test_a_killed_run_and_others_go_on_with_the_next_item(straight, folder, tmp_
         )
 
 
-def test_a_run_of_two_ranks_goes_on_with_three(straight, folder, tmp_path):
+def test_run_of_two_ranks_goes_on_with_three(straight, folder, tmp_path):
     names = [
         name
         for name, case in CASES.items()
@@ -330,7 +324,7 @@ def test_a_run_of_two_ranks_goes_on_with_three(straight, folder, tmp_path):
 @pytest.mark.skipif(
     OF_SLICES, reason="the trainer of 0.4.1 gives such a batch in lists"
 )
-def test_pairs_of_the_auto_trainers_collate_function_are_plain_paddles_if_it_is_said_that_they_are_the_ranks_own(
+def test_tuning_pairs_equal_plain_paddles_if_declared_as_read(
     tmp_path,
 ):
     cases = {

@@ -10,14 +10,14 @@ from queue import Empty, Queue
 from typing import Any, BinaryIO
 
 from paddle_shard.core import forks
-from paddle_shard.data.files.files import BUFFER
+from paddle_shard.data.files.files import BUFFER, Opened
 
 LIMIT = 32 << 20
 """Bytes of each of the next files that are read ahead, in all parts of a reader together."""
 LEAST = 1 << 20
 """Bytes of a file below which nothing is read ahead: the files of so many parts wait for each other less."""
 
-_Opened = tuple[BinaryIO, int | None]
+_Block = bytes | Exception
 
 
 class FileAhead(io.RawIOBase):
@@ -26,7 +26,7 @@ class FileAhead(io.RawIOBase):
     Dropping or closing it ends the thread, after the read that it is in.
     """
 
-    def __init__(self, open_file: Callable[[], _Opened], limit: int) -> None:
+    def __init__(self, open_file: Callable[[], Opened], limit: int) -> None:
         """Begin to open and to read.
 
         Args:
@@ -35,7 +35,7 @@ class FileAhead(io.RawIOBase):
             limit: Bytes that may wait.
         """
         self._opened: Future[tuple[BinaryIO | None, int | None]] = Future()
-        self._blocks: Queue[bytes | Exception] = Queue(max(1, limit // BUFFER))
+        self._blocks: Queue[_Block] = Queue(max(1, limit // BUFFER))
         self._is_closed = threading.Event()
         self._block = b""
         # The thread does not refer to this object, so that dropping it ends the thread.
@@ -46,7 +46,7 @@ class FileAhead(io.RawIOBase):
             daemon=True,
         ).start()
 
-    def open(self) -> _Opened:
+    def open(self) -> Opened:
         """Wait until the file is open; return what reads it, and its size.
 
         Raises:
@@ -84,9 +84,9 @@ class FileAhead(io.RawIOBase):
 
 
 def _read_ahead(
-    open_file: Callable[[], _Opened],
+    open_file: Callable[[], Opened],
     opened: Future[tuple[BinaryIO | None, int | None]],
-    blocks: Queue[bytes | Exception],
+    blocks: Queue[_Block],
     is_closed: threading.Event,
 ) -> None:
     lock = forks.reader_lock()
@@ -101,7 +101,7 @@ def _read_ahead(
         return
     opened.set_result((None, size))
     with file:
-        block: bytes | Exception = b"-"
+        block: _Block = b"-"
         while block and not is_closed.is_set():
             try:
                 with lock:

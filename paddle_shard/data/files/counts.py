@@ -25,6 +25,7 @@ from paddle_shard.data.files.ahead import FileAhead
 from paddle_shard.data.files.host_cache import check_cache_dir, open_cached
 from paddle_shard.data.files.locks import file_lock
 from paddle_shard.data.files.shards import RECOUNT, ShardSource
+from paddle_shard.data.stages.stage import Samples
 from paddle_shard.plan.seeding import derive_key
 
 EVERY = 64
@@ -60,7 +61,7 @@ class Format(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """Counts of a file."""
+    """Counts of a file; as a dict, its entry in an index file and in the kept counts."""
 
     samples: int
     bytes: int
@@ -75,10 +76,6 @@ class ShardEntry:
             return 0, sample
         number = min(sample // self.every, len(self.starts) - 1)
         return self.starts[number], sample - number * self.every
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry as an index file and the kept counts have it."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, entry: Any) -> ShardEntry:
@@ -96,6 +93,10 @@ class ShardEntry:
             ),
             every=check_count("every", entry.get("every", EVERY)),
         )
+
+
+Entries = Mapping[str, ShardEntry]
+"""The entry of each file, by its name."""
 
 
 def count_file(
@@ -137,7 +138,7 @@ def count_files(
     form: Format,
     counts: bool | None,
     cache_dir: str | None = None,
-) -> dict[str, ShardEntry] | None:
+) -> Entries | None:
     """Count the samples of files. The counts of local ones are kept in the user's cache directory.
 
     Args:
@@ -171,7 +172,7 @@ def count_files(
             entries = map(ShardEntry.from_json, json.loads(path.read_bytes()))
             return dict(zip(names, entries, strict=True))
         counted_files = _count_each(names, form.starts, cache_dir)
-        text = json.dumps([entry.to_json() for entry in counted_files.values()])
+        text = json.dumps([asdict(entry) for entry in counted_files.values()])
         with contextlib.suppress(OSError), files.replacing(path) as target:
             target.write(text.encode())
     return counted_files
@@ -186,7 +187,7 @@ def _version(name: str) -> tuple[str, int, int, int]:
 
 def _count_each(
     names: Sequence[str], samples: ReadSamples, cache_dir: str | None
-) -> dict[str, ShardEntry]:
+) -> Entries:
     entries = {}
     for name in names:
         logging.getLogger("paddle_shard").info(
@@ -211,29 +212,28 @@ class FileReader:
 
     samples: ReadSamples
     """The format."""
-    entries: Mapping[str, ShardEntry] | None
+    entries: Entries | None
     """The index entry of each file, by name; None: files are not counted."""
     cache_dir: str | None
     """Where copies of remote files are kept; None: nowhere."""
     needs_begin: bool
     """True if a file is read at its beginning, too, wherever the samples begin."""
 
-    def ahead(self, name: str, skip: int, limit: int) -> FileAhead | None:
-        """Begin to open a remote file after the first `skip` samples, and to read some bytes; None: it is local."""
+    def ahead(self, name: str, skip: int, limit: int) -> Samples | None:
+        """Begin to open a remote file, and to read bytes of the samples after the first `skip`; None: it is local."""
         if not files.is_remote(name):
             return None
         start, _ = self._start(name, skip)
         if start and self.needs_begin:
             return None
-        return FileAhead(partial(open_cached, self.cache_dir, name, start), limit)
+        opened = FileAhead(partial(open_cached, self.cache_dir, name, start), limit)
+        return self(name, skip, opened)
 
     def _start(self, name: str, skip: int) -> tuple[int, int]:
         """Return the byte from which a file is read, and how many samples are then left to skip."""
         return (0, skip) if self.entries is None else self.entries[name].before(skip)
 
-    def __call__(
-        self, name: str, skip: int, ahead: FileAhead | None = None
-    ) -> Iterator[Any]:
+    def __call__(self, name: str, skip: int, ahead: FileAhead | None = None) -> Samples:
         """Yield the samples of a file after the first `skip`; `ahead` has begun to read it there."""
         entry = None if self.entries is None else self.entries[name]
         start, skip = self._start(name, skip)
@@ -256,7 +256,7 @@ def file_source(
     form: Format,
     *,
     counts: bool | None = None,
-    entries: Mapping[str, ShardEntry] | None = None,
+    entries: Entries | None = None,
     shuffle_shards: bool = True,
     cache_dir: files.Path | None = None,
 ) -> ShardSource:
@@ -285,9 +285,7 @@ def file_source(
         check_flag("counts, if it is not None,", counts)
     if entries is None:
         entries = count_files(names, form, counts, folder)
-    lengths = None
-    if entries is not None:
-        lengths = [entries[name].samples for name in names]
+    lengths = None if entries is None else [entries[name].samples for name in names]
     reader = FileReader(
         samples=form.samples,
         entries=entries,

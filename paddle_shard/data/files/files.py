@@ -34,6 +34,8 @@ from paddle_shard.errors import (
 T = TypeVar("T")
 Path = str | os.PathLike[str]
 Paths = Path | Sequence[Path]
+Opened = tuple[BinaryIO, int | None]
+"""(file, size of the whole file in bytes, if known)."""
 FileVersion = tuple[str, int, str]
 """(name, size in bytes, version tag) of a file."""
 
@@ -148,11 +150,10 @@ def within_their_folder(names: Sequence[str]) -> list[str]:
 
 def local_size(name: str) -> int | None:
     """Return the size of a local file in bytes; None for a remote file, whose size would cost a request."""
-    with contextlib.suppress(
-        OSError
-    ):  # reading the file later raises an error that names it
+    try:
         return None if is_remote(name) else os.path.getsize(local_path(name))
-    return None
+    except OSError:  # reading the file later raises an error that names it
+        return None
 
 
 @contextmanager
@@ -332,7 +333,7 @@ def identity(names: Sequence[str]) -> list[FileVersion]:
     ]
 
 
-def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
+def open_file(name: str, start: int = 0) -> Opened:
     """Open a local path or a URL at a byte; return the file and the size of the whole file in bytes, if known.
 
     A range of a remote file that cannot be read is requested again.
@@ -459,7 +460,10 @@ def retried(attempt: Callable[[], T], place: str = "") -> T:
         except ValueError:
             raise
         except Exception as error:
-            failure = _failure_of_server(error)
+            # Over HTTP, every failure to open is a FileNotFoundError, whose cause is that of the server.
+            cause: Any = error.__cause__
+            is_of_http = type(cause).__module__.startswith("aiohttp")
+            failure = cause if is_of_http else error
             kind = _FINAL.get(getattr(failure, "status", 0), type(failure))
             # Without the error of fsspec in its traceback: that holds the query of the URL, such as a signature.
             if issubclass(kind, FileNotFoundError | PermissionError):
@@ -471,13 +475,6 @@ def retried(attempt: Callable[[], T], place: str = "") -> T:
                 ) from None
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
-
-
-def _failure_of_server(error: Exception) -> BaseException:
-    """Return the failure behind an error of fsspec: over HTTP, every failure to open is a FileNotFoundError."""
-    cause = error.__cause__
-    is_of_http = type(cause).__module__.startswith("aiohttp")
-    return cause if cause is not None and is_of_http else error
 
 
 @contextmanager

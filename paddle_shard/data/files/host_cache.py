@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import BinaryIO
 
 from paddle_shard.data.files.files import (
     BUFFER,
+    Opened,
     Path,
     base_name,
     is_remote,
@@ -40,9 +40,7 @@ def check_cache_dir(cache_dir: Path | None) -> str | None:
     return folder
 
 
-def open_cached(
-    folder: str | None, name: str, start: int = 0
-) -> tuple[BinaryIO, int | None]:
+def open_cached(folder: str | None, name: str, start: int = 0) -> Opened:
     """Open a file at a byte; a remote one by its copy in the folder, which is made if there is none.
 
     Args:

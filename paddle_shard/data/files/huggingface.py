@@ -65,7 +65,7 @@ class HuggingFaceSource(PartsSource):
             )
         self._generators = list(_generators(dataset._ex_iterable))
         self._dataset = dataset
-        self.num_shards: int = int(dataset.num_shards)
+        self.num_shards = int(dataset.num_shards)
 
     def lengths(self, opening: Opening) -> Lengths:
         """Return None: lengths are known only at the end. The loader asks before any batch.

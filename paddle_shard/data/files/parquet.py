@@ -25,6 +25,7 @@ from paddle_shard.data.files.files import (
 )
 from paddle_shard.data.files.host_cache import check_cache_dir, open_cached
 from paddle_shard.data.files.shards import ShardSource
+from paddle_shard.data.stages.stage import Samples
 from paddle_shard.errors import ArgumentError
 
 BATCH_BYTES = 4 << 20
@@ -116,7 +117,7 @@ class _GroupReader:
     allow_nulls: bool
     cache_dir: str | None
 
-    def __call__(self, name: str, skip: int) -> Iterator[Any]:
+    def __call__(self, name: str, skip: int) -> Samples:
         """Yield the rows after the first `skip`."""
         file, number, expected_size = self.groups[name]
         with _opened(file, self.cache_dir) as (parquet, size):

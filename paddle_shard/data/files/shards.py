@@ -9,7 +9,6 @@ from itertools import chain, islice
 from typing import Any, TypedDict
 
 import numpy as np
-import numpy.typing as npt
 
 from paddle_shard.core.checks import argument_hint, check_flag
 from paddle_shard.data.files.ahead import LEAST, LIMIT
@@ -35,8 +34,9 @@ from paddle_shard.errors import (
     ShardReadError,
     described,
 )
+from paddle_shard.plan.order import Indices
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Permutation
+from paddle_shard.plan.shuffle import permutation
 
 RECOUNT = "count again (make the stream again; for an index file: `paddle-shard index URL... -o index.json`)"
 
@@ -111,29 +111,26 @@ class ShardSource(PartsSource):
                 "Name each file once; .repeat() reads the stream again."
             )
         self.num_shards: int = len(self._names)
-        self._counts: npt.NDArray[np.int64] | None = None
-        self._total = 0
-        if counts is not None:
-            self._counts = np.asarray(counts, dtype=np.int64)
-            self._total = int(self._counts.sum())
+        self._counts = None if counts is None else np.asarray(counts)
+        self._total = sum(counts or ())
         self._files = self._names if files is None else list(files)
         self._digest: str | None = None
         self._read = read
         self._shuffle = shuffle_shards
 
-    def open(self, opening: Opening) -> list[Samples]:
-        """Return the samples of each part.
+    def lengths(self, opening: Opening) -> Lengths:
+        """Return the lengths of the parts; None if the shards are not counted. The loader asks before any batch.
 
         Raises:
             ArgumentError: There are fewer shards than parts, and they are not counted.
         """
-        self._check(opening)
-        return super().open(opening)
-
-    def lengths(self, opening: Opening) -> Lengths:
-        """Return the lengths of the parts; None if the shards are not counted."""
-        self._check(opening)
         if self._counts is None:
+            self.check_num_shards(
+                opening,
+                "counted samples, so that shards are cut in mid-file "
+                "(counts=True; for tars an index file, index=, made by `paddle-shard index`); "
+                "or an uncut stream (Stream.of(...)), of which each reader reads all",
+            )
             return None
         cuts = [self._cut(part, opening.num_parts) for part in opening.parts]
         return [stop - start for start, stop in cuts]
@@ -142,7 +139,7 @@ class ShardSource(PartsSource):
         """Return the shard and the sample's number in it; None if the shards are not counted."""
         if self._counts is None:
             return None
-        for shard, offset, _ in self._cut_out(opening, part, number):
+        for shard, offset, _ in self._cut_out(self._counts, opening, part, number):
             return f"sample {offset} of {redacted(self._names[shard])}"
         return None
 
@@ -173,106 +170,87 @@ class ShardSource(PartsSource):
             self._digest = derive_key(list(files), size=16).hex()
         return [["shards", len(self._names), self._digest, self._shuffle]]
 
-    def _check(self, opening: Opening) -> None:
-        if self._counts is None:
-            self.check_num_shards(
-                opening,
-                "counted samples, so that shards are cut in mid-file "
-                "(counts=True; for tars an index file, index=, made by `paddle-shard index`); "
-                "or an uncut stream (Stream.of(...)), of which each reader reads all",
-            )
-
     def part(self, part: int, opening: Opening) -> Samples:
         """See `PartsSource`."""
-        # Only counted shards can be skipped without reading them.
-        first = 0 if self._counts is None else opening.skip
         if self._counts is None:
-            segments = self._assigned(opening, part)
-        else:
-            segments = self._cut_out(opening, part, first)
+            shards = self._order(opening)[part :: opening.num_parts].tolist()
+            segments: Iterator[ShardRange] = ((shard, 0, None) for shard in shards)
+            num_dropped = opening.skip
+        else:  # they can be skipped without reading them
+            segments = self._cut_out(self._counts, opening, part, opening.skip)
+            num_dropped = 0
         samples = chain.from_iterable(self._pieces(segments, opening))
-        yield from islice(samples, opening.skip - first, None)
+        yield from islice(samples, num_dropped, None)
 
-    def _order(self, opening: Opening) -> npt.NDArray[np.int64]:
-        numbers = np.arange(len(self._names), dtype=np.int64)
+    def _order(self, opening: Opening) -> Indices:
+        numbers = np.arange(len(self._names))
         if not self._shuffle:
             return numbers
-        key = derive_key("shards", opening.seed, opening.epoch, opening.round, size=64)
-        return Permutation(len(numbers), key)(numbers)
+        purpose = ("shards", opening.seed, opening.epoch, opening.round)
+        return permutation(len(numbers), *purpose)(numbers)
 
     def _cut(self, part: int, num_parts: int) -> tuple[int, int]:
         return self._total * part // num_parts, self._total * (part + 1) // num_parts
 
-    def _assigned(self, opening: Opening, part: int) -> Iterator[ShardRange]:
-        for shard in self._order(opening)[part :: opening.num_parts].tolist():
-            yield shard, 0, None
-
-    def _cut_out(self, opening: Opening, part: int, skip: int) -> Iterator[ShardRange]:
-        """Yield the pieces of the ordered shards that lie in a part, after its first `skip` samples."""
-        assert self._counts is not None
+    def _cut_out(
+        self, counts: Indices, opening: Opening, part: int, skip: int
+    ) -> Iterator[ShardRange]:
+        """Return the pieces of the ordered shards that lie in a part, after its first `skip` samples."""
         start, stop = self._cut(part, opening.num_parts)
-        start += skip
         order = self._order(opening)
         # Samples at which each shard begins and ends, if all shards are laid end to end in this order.
-        ends = np.cumsum(self._counts[order])
-        begins = ends - self._counts[order]
-        firsts = np.maximum(begins, start)
+        ends = np.cumsum(counts[order])
+        begins = ends - counts[order]
+        firsts = np.maximum(begins, start + skip)
         stops = np.minimum(ends, stop)
-        for place in np.flatnonzero(firsts < stops).tolist():
-            begin = int(begins[place])
-            first = int(firsts[place]) - begin
-            yield int(order[place]), first, int(stops[place]) - begin
+        pieces = np.stack([order, firsts - begins, stops - begins], axis=1)
+        return map(tuple, pieces[firsts < stops].tolist())
 
     def _pieces(
         self, segments: Iterator[ShardRange], opening: Opening
     ) -> Iterator[Samples]:
         """Yield the samples of each piece; while one is read, the shards of the next two are opened."""
         limit = LIMIT // len(opening.parts)
-        begun = deque((each, self._ahead(each, limit)) for each in islice(segments, 2))
-        while begun:
-            begun.extend(
-                (each, self._ahead(each, limit)) for each in islice(segments, 1)
-            )
-            segment, ahead = begun.popleft()
-            yield self._piece(segment, opening, ahead)
+        begun = ((segment, self._ahead(segment, limit)) for segment in segments)
+        following = deque(islice(begun, 2))
+        while following:
+            following.extend(islice(begun, 1))
+            yield self._piece(*following.popleft(), opening)
 
-    def _ahead(self, segment: ShardRange, limit: int) -> Any:
-        """Begin to open a shard, if what reads it can do so."""
+    def _ahead(self, segment: ShardRange, limit: int) -> Samples | None:
+        """Begin to open a shard, if what reads it can do so; return its samples."""
         begin = getattr(self._read, "ahead", None)
         if begin is None or limit < LEAST:
             return None
         shard, first, _ = segment
-        return begin(self._names[shard], first, limit)
+        samples: Samples | None = begin(self._names[shard], first, limit)
+        return samples
 
-    def _piece(self, segment: ShardRange, opening: Opening, ahead: Any) -> Samples:
+    def _piece(
+        self, segment: ShardRange, opened: Samples | None, opening: Opening
+    ) -> Samples:
         """Read a piece of a shard, which may be open."""
         shard, begin, end = segment
         name = self._names[shard]
         length = None if self._counts is None else int(self._counts[shard])
         end = length if end is None else end
         offset = begin
-        items: Samples = iter(())
         with failures_named(name, "reading sample", lambda: offset):
-            try:
-                options = {} if ahead is None else {"ahead": ahead}
-                items = iter(self._read(name, begin, **options))
-                for item in items:
-                    if isinstance(item, Exception):
-                        if not opening.skip_errors:
-                            raise item
-                        item = Unreadable(f"{redacted(name)}: {described(item)}")
-                    offset += 1
-                    # Before the last sample is delivered, since no other one may be requested.
-                    if offset == length:
-                        num_more = sum(1 for _ in items)
-                        if num_more:
-                            raise _miscounted(name, length + num_more, length)
-                    yield item
-                    if offset == end:
-                        return
-            finally:
-                if hasattr(items, "close"):
-                    items.close()
+            items = iter(opened or self._read(name, begin))
+            for item in items:
+                if isinstance(item, Exception):
+                    if not opening.skip_errors:
+                        raise item
+                    item = Unreadable(f"{redacted(name)}: {described(item)}")
+                offset += 1
+                # Before the last sample is delivered, since no other one may be requested.
+                if offset == length:
+                    num_more = sum(1 for _ in items)
+                    if num_more:
+                        raise _miscounted(name, length + num_more, length)
+                yield item
+                if offset == end:
+                    return
             if end is not None:
                 bound = "at most " if offset == begin > 0 else ""
                 raise _miscounted(name, offset, length, bound)

@@ -7,13 +7,20 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 from paddle_shard.core.checks import listed
 from paddle_shard.core.warn_once import warn_once
-from paddle_shard.data.files.counts import DAMAGE, Format, ShardEntry, file_source
+from paddle_shard.data.files.counts import (
+    DAMAGE,
+    Entries,
+    Format,
+    ShardEntry,
+    file_source,
+)
 from paddle_shard.data.files.files import (
     BUFFER,
     Path,
@@ -84,7 +91,7 @@ def tar_samples(
                 content = archive.extractfile(member).read() if contents else b""  # type: ignore[union-attr]
                 following = start + member.offset
                 yield {"fname": member.name, "data": content, "__url__": name}
-            rest: Any = archive.fileobj
+            rest = archive.fileobj
             while block := rest.read(BUFFER):
                 if block.count(0) != len(block):
                     raise tarfile.ReadError(
@@ -140,15 +147,15 @@ class _StrictInfo(tarfile.TarInfo):
 VERSION = 1
 
 
-def write_index(path: str, entries: Mapping[str, ShardEntry]) -> None:
+def write_index(path: str, entries: Entries) -> None:
     """Write an index; an existing file of that name is replaced atomically."""
-    shards = {name: entry.to_json() for name, entry in entries.items()}
+    shards = {name: asdict(entry) for name, entry in entries.items()}
     text = json.dumps({"version": VERSION, "shards": shards}, separators=(",", ":"))
     with replacing(path, 0o644) as file:
         file.write(f"{text}\n".encode())
 
 
-def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
+def read_index(path: str, names: Sequence[str]) -> Entries:
     """Return the entries of some shards, by name.
 
     Args:
@@ -160,15 +167,8 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
         ArgumentError: The index cannot be opened or lacks a shard, or two shards have the same last piece.
     """
     try:
-        file, _ = open_file(path)
-    except OSError as error:
-        raise ArgumentError(
-            f"index={redacted(path)!r} cannot be read: {error}. Make it: {RECOUNT}."
-        ) from error
-    with file:
-        text = file.read()
-    try:
-        index: Any = json.loads(text)
+        with open_file(path)[0] as file:
+            index: Any = json.load(file)
         if index["version"] != VERSION:
             raise ValueError(
                 f"version {index['version']}, this library reads {VERSION}"
@@ -176,6 +176,10 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
         shards = {
             name: ShardEntry.from_json(entry) for name, entry in index["shards"].items()
         }
+    except OSError as error:
+        raise ArgumentError(
+            f"index={redacted(path)!r} cannot be read: {error}. Make it: {RECOUNT}."
+        ) from error
     except DAMAGE as error:
         raise StateError(
             f"index={path!r} is not an index of shards, or is damaged ({error!r}). Make it: {RECOUNT}."

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from paddle_shard.plan.order import Fingerprint
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, global_batches
 from paddle_shard.plan.skips import Ranges
@@ -85,36 +86,28 @@ class IndexBatches(Batches):
         )
 
 
+@dataclass(eq=False)
 class PlanBatches(IndexBatches):
     """The batches of a plan."""
 
-    def __init__(
-        self,
-        plan: ShardPlan,
-        packed: dict[str, Any] | None = None,
-        sizes: BatchSizes | None = None,
-    ) -> None:
-        """Set up.
-
-        Args:
-            plan: The plan of the data set.
-            packed: Fingerprint of the rows of a packed data set, or of the packed sources of a mixture: JSON-able.
-            sizes: The batch sizes of the run; None: always that of the plan.
-        """
-        self._packed = packed or {}
-        self.sizes = sizes
-        self.balance_rows: BalanceRows | None = None
-        self.plan = plan
+    plan: ShardPlan
+    """The plan of the data set."""
+    packed: Fingerprint | None = None
+    """Fingerprint of the rows of a packed data set, or of the packed sources of a mixture."""
+    sizes: BatchSizes | None = None
+    """The batch sizes of the run; None: always that of the plan."""
+    balance_rows: BalanceRows | None = None
+    """See `IndexBatches`."""
 
     @staticmethod
     def of_run(
-        fingerprint: Mapping[str, Any], sizes: BatchSizes | None, **cut: Any
+        fingerprint: Fingerprint, sizes: BatchSizes | None, **cut: Any
     ) -> PlanBatches:
         """Return the batches of a run, for what a saved state or a record holds of it.
 
         Args:
             fingerprint: See `fingerprint`; of an order of this package.
-            sizes: See `__init__`.
+            sizes: The batch sizes of the run, if they change.
             cut: The batch size, the accumulation and the number of data ranks.
         """
         same = {name: fingerprint[name] for name in ("num_samples", "seed", "tail")}
@@ -160,8 +153,7 @@ class PlanBatches(IndexBatches):
         steps = range(start.steps, 0 if start.ended else plan.num_steps)
         return global_batches(plan, start.epoch, steps)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Fingerprint:
         """Return what the order depends on: JSON-able, without the batch size."""
-        return self.plan.fingerprint() | (
-            {"packed": self._packed} if self._packed else {}
-        )
+        packed = {"packed": self.packed} if self.packed else {}
+        return {**self.plan.fingerprint(), **packed}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, count, islice, repeat, takewhile
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from paddle_shard.data.samplers.plan_batches import IndexBatches
 from paddle_shard.errors import (
     ArgumentError,
     ArgumentTypeError,
+    BatchSizeError,
     StateError,
 )
+from paddle_shard.plan.order import Fingerprint
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
@@ -46,8 +48,9 @@ class UserBatches(IndexBatches):
     pass has its own copy. After a pass has come to its end, the sampler gets that position.
     """
 
-    steps_unknown: ClassVar[str] = (
-        "the steps of the batch_sampler show only at its end. Give it a __len__ (and drop_last, with tail='drop')."
+    steps_unknown = (
+        "the steps of the batch_sampler show only at its end. "
+        "Give it a __len__ (and drop_last, with tail='drop')."
     )
 
     batch_sampler: Iterable[Any]
@@ -123,7 +126,7 @@ class UserBatches(IndexBatches):
         if epoch in self._ends:
             owner_of(self._sampler).load_state_dict(self._ends.pop(epoch))
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Fingerprint:
         """Return what the order depends on, as far as it is known here."""
         names = {"batch_sampler": self._name}
         inner = getattr(self.batch_sampler, "sampler", None)
@@ -203,14 +206,10 @@ class UserBatches(IndexBatches):
             drawn,
             lambda sampled: len(sampled[0]) % self._unit or len(sampled[0]) < least,
         ):
-            padding: list[Any] | None = []
-            if is_last:
-                padding = self._padding(batch, number)
-            else:
-                self._check_size(batch, number)
-            if padding is None:
+            num_rows = self._num_rows(batch, number, is_last=is_last)
+            if num_rows == 0:
                 break
-            yield self._global(number, batch, padding, iteration.record(batch, state))
+            yield self._global(number, batch, num_rows, iteration.record(batch, state))
             number += 1
         if not start.samples and not iteration.has_drawn:
             raise ArgumentError(
@@ -257,41 +256,46 @@ class UserBatches(IndexBatches):
     def _unit(self) -> int:
         return self.num_data_ranks * self.accumulation
 
-    def _check_size(self, batch: list[Any], step: int) -> None:
-        try:
-            check_batch_size(len(batch), self.num_data_ranks, self.accumulation)
-        except ValueError as error:
-            raise type(error)(
-                f"step {step} of the batch_sampler {self._name}: {error}"
-            ) from None
-
-    def _padding(self, batch: list[Any], step: int) -> list[Any] | None:
-        """Return copies of the rows of a short last batch, which fill it up; None if it is dropped."""
-        num_rows = self.tail.num_rows(len(batch), self.nominal_size or 0, self._unit)
-        if num_rows == 0:
-            # A sampler that drops short batches itself: all that it yields is served, smaller batches too.
-            if self.consecutive or not getattr(self.batch_sampler, "drop_last", False):
-                return None
-            self._check_size(batch, step)
+    def _num_rows(self, batch: list[Any], step: int, *, is_last: bool) -> int:
+        """Return the rows of a batch, padding of a short last one included; 0 if it is dropped."""
+        num_samples = len(batch)
+        # A sampler that drops short batches itself: all that it yields is served, smaller batches too.
+        drops_itself = getattr(self.batch_sampler, "drop_last", False)
+        if not is_last or (self.tail.drops and drops_itself and not self.consecutive):
+            try:
+                check_batch_size(
+                    num_samples,
+                    self.num_data_ranks,
+                    self.accumulation,
+                    hint="Only the last batch of an epoch may be short.",
+                )
+            except BatchSizeError as error:
+                raise BatchSizeError(
+                    f"step {step} of the batch_sampler {self._name}: {error}"
+                ) from None
+            return num_samples
         if self.tail.refuses:
             raise ArgumentError(
-                f"tail='error': the last batch of the batch_sampler (step {step}) is short with {len(batch)} "
+                f"tail='error': the last batch of the batch_sampler (step {step}) is short with {num_samples} "
                 f"samples. Choose tail='pad', 'fill' or 'drop', or a sampler that ends on a full batch."
             )
-        return [batch[i % len(batch)] for i in range(num_rows - len(batch))]
+        return self.tail.num_rows(num_samples, self.nominal_size or 0, self._unit)
 
     def _global(
-        self, number: int, batch: list[Any], padding: list[Any], noted: SamplerStep
+        self, number: int, batch: list[Any], num_rows: int, noted: SamplerStep
     ) -> GlobalBatch:
-        indices = batch + padding
         num_positions = len(batch)
+        # Padding repeats the batch from its first row on.
+        indices = batch * -(-num_rows // num_positions)
         return GlobalBatch(
             number=number,
-            num_rows=len(indices),
-            micro_size=len(indices) // self.accumulation,
+            num_rows=num_rows,
+            micro_size=num_rows // self.accumulation,
             num_positions=num_positions,
             take=lambda rows: [indices[row] for row in rows],
-            valid=(lambda rows: rows < num_positions) if padding else None,
+            valid=(lambda rows: rows < num_positions)
+            if num_rows > num_positions
+            else None,
             sampler=noted,
         )
 

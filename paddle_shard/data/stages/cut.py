@@ -41,9 +41,7 @@ class Stripe(Transform):
     """
 
     cuts = True
-
-    def __init__(self, upstream: Stage) -> None:
-        super().__init__(upstream, "stripe")
+    name = "stripe"
 
     def open(self, opening: Opening) -> list[Samples]:
         """Return the parts, which share one iterator over the stream."""

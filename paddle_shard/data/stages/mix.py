@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
@@ -13,16 +13,14 @@ import numpy as np
 from paddle_shard.data.files.files import FileVersion
 from paddle_shard.data.stages.cut import FAILED_AT
 from paddle_shard.data.stages.stage import Lengths, Opening, Samples, Stage
-from paddle_shard.data.stages.steps import in_rounds
-from paddle_shard.plan.mixture import Draws
+from paddle_shard.data.stages.steps import Rounds, in_rounds
+from paddle_shard.plan.mixture import NEVER, Draws
 from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.weights import Segment, shares_of
 
 _BLOCK = 4096
 """Positions of which the sources are computed at once."""
-_NEVER = 1 << 62
-"""Position of the end of a source that is not drawn to its end."""
 
 
 @lru_cache(maxsize=16)
@@ -117,7 +115,7 @@ class Mix(Stage):
 
     def _mixed(
         self,
-        sources: Sequence[tuple[int, Iterator[tuple[int, Any]]]],
+        sources: Sequence[tuple[int, Rounds]],
         opening: Opening,
         draws: Draws,
     ) -> Samples:
@@ -163,11 +161,10 @@ class Mix(Stage):
             if 0 in lengths:
                 part = opening.parts[lengths.index(0)]
                 raise nothing_to_repeat(part, opening.num_parts, name)
-            positions = draws.positions(number, np.array(lengths, np.int64))
-            ends.append(np.where(positions < 0, _NEVER, positions))
+            ends.append(draws.positions(number, np.array(lengths)))
         decide = np.max if self._every else np.min
         lengths_of_parts: list[int] = decide(np.array(ends), axis=0).tolist()
-        return None if _NEVER in lengths_of_parts else lengths_of_parts
+        return None if NEVER in lengths_of_parts else lengths_of_parts
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the source of a sample, and its place in a file if that is known."""

@@ -13,7 +13,6 @@ from paddle_shard.core.checks import check_count, holds
 from paddle_shard.data.stages.stage import (
     Opening,
     Samples,
-    Stage,
     Transform,
     Unreadable,
     windows,
@@ -81,7 +80,7 @@ class PackedRows:
                 f"key={self.key!r} and labels={self.labels!r} must differ from each other and from {MADE}."
             )
 
-    def fields(self, document: Any, what: str) -> dict[str, npt.NDArray[Any]]:
+    def fields(self, document: Any, what: str) -> Fields:
         """Return the fields of a document that have an entry for each token, and the labels.
 
         Args:
@@ -176,6 +175,7 @@ def check_long(long: str) -> None:
         raise ArgumentError(f"pack: long must be 'split' or 'drop', got {long!r}.")
 
 
+@dataclass(eq=False)
 class Pack(Transform):
     """Packs windows of documents of a part into rows. Rows to be skipped are still read, as their number is not known.
 
@@ -184,46 +184,33 @@ class Pack(Transform):
 
     counted = False
     makes_several = True
-
-    def __init__(
-        self, upstream: Stage, rows: PackedRows, window: int, long: str
-    ) -> None:
-        """Set up the stage.
-
-        Args:
-            upstream: The stage that yields documents.
-            rows: The form of the rows.
-            window: Documents of a part that are packed together.
-            long: What to do with a document that is longer than a row.
-        """
-        check_count("pack: length", rows.length)
-        check_count("pack: window", window, most=MAX_WINDOW)
-        check_long(long)
-        super().__init__(
-            upstream, "pack", rows.length, window, long, rows.key, rows.labels
-        )
-        self._rows = rows
-        self._window = window
-        self._long = long
+    name = "pack"
+    settings = ("rows.length", "window", "long", "rows.key", "rows.labels")
+    rows: PackedRows
+    """The form of the rows."""
+    window: int
+    """Documents of a part that are packed together."""
+    long: str
+    """What to do with a document that is longer than a row."""
 
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the rows of one window after the other, each window packed like a data set of its own."""
         first = 0
-        for documents in windows(items, self._window):
+        for documents in windows(items, self.window):
             bad = [item for item in documents if isinstance(item, Unreadable)]
-            fields: list[Fields] = []
+            fields = []
             names = []
             for number, document in enumerate(documents, first):
                 name = f"document {number} of its part"
                 is_bad = isinstance(document, Unreadable)
-                fields.append({} if is_bad else self._rows.fields(document, name))
+                fields.append({} if is_bad else self.rows.fields(document, name))
                 names.append(name)
-            sizes = np.array(list(map(self._size, fields)), np.int64)
+            sizes = np.array(list(map(self._size, fields)))
             if sizes.any():
-                packing = Packing(sizes, self._rows.length, MAX_WINDOW)
+                packing = Packing(sizes, self.rows.length, MAX_WINDOW)
                 for row in range(packing.num_rows):
                     pieces = packing.pieces(row)
-                    yield self._rows.row(
+                    yield self.rows.row(
                         [(fields[piece.document], piece) for piece in pieces],
                         [names[piece.document] for piece in pieces],
                     )
@@ -232,6 +219,6 @@ class Pack(Transform):
 
     def _size(self, fields: Fields) -> int:
         """Return how many tokens of a document are packed; 0 if it was not read."""
-        size = len(fields.get(self._rows.key, ()))
-        is_dropped = self._long == "drop" and size > self._rows.length
+        size = len(fields.get(self.rows.key, ()))
+        is_dropped = self.long == "drop" and size > self.rows.length
         return 0 if is_dropped else size

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
 
 from paddle_shard.data.files.files import FileVersion
 from paddle_shard.data.sample_rng import SampleRng
@@ -80,7 +81,7 @@ class Opening:
             raise error
         return Unreadable(described(error))
 
-    def seeded(self, items: Iterator[Any], part: int, first: int = 0) -> Iterator[Any]:
+    def seeded(self, items: Samples, part: int, first: int = 0) -> Samples:
         """Yield the items of the user's code after the first `skip`; the generators are seeded before each but item 0.
 
         For item 0 they go on where the making of `items` has left them. An order may be drawn by a thread, as by that
@@ -124,7 +125,7 @@ class Stated(NamedTuple):
     state: Any
 
 
-def windows(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+def windows(items: Samples, size: int) -> Iterator[list[Any]]:
     """Yield lists of the next `size` items; the last one may be shorter."""
     while window := list(islice(items, size)):
         yield window
@@ -144,11 +145,11 @@ class Stage:
 
     upstream: Stage | None = None
     """The stage before it; None for a source."""
-    cuts: bool = False
+    cuts = False
     """True if it can open a part without reading the others, or if it cuts the stream."""
-    endless: bool = False
+    endless = False
     """True if its parts have no end."""
-    makes_several: bool = False
+    makes_several = False
     """True if one sample may become several. Then a position in a part does not tell how much was read for it."""
 
     @property
@@ -204,7 +205,7 @@ class Stage:
 
     # For sources only
 
-    once: bool = False
+    once = False
     """True if it can be opened only once."""
     num_shards: int | None = None
     """Number of files of the stream; None if it is not made of files."""
@@ -234,6 +235,7 @@ class PartsSource(Stage):
             )
 
 
+@dataclass(eq=False)
 class Transform(Stage):
     """A stage that makes the samples of a part from those of the same part before it. The defaults suit 1 : 1.
 
@@ -241,21 +243,17 @@ class Transform(Stage):
     that reads the stream in another way overrides `open`.
     """
 
-    upstream: Stage
-    counted: bool = True
+    upstream: Stage = field()
+    """The stage before it."""
+    counted = True
     """True if it makes as many samples as it gets. If not, and `lengths` says nothing else, that shows at the end."""
+    name = ""
+    """Its name in the fingerprint; empty if neither the order nor the number of samples depends on it."""
+    settings: ClassVar[tuple[str, ...]] = ()
+    """Attributes on which the order or the number of samples depends."""
 
-    def __init__(self, upstream: Stage, *mark: Any) -> None:
-        """Set up the stage.
-
-        Args:
-            upstream: The stage before it.
-            mark: What it adds to the fingerprint: its name, and the settings on which the order or the number of
-                samples depends. Nothing if neither depends on it.
-        """
-        self.upstream = upstream
-        self.endless = upstream.endless
-        self._mark = list(mark)
+    def __post_init__(self) -> None:
+        self.endless = self.upstream.endless
 
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield what becomes of the samples of a part.
@@ -299,4 +297,5 @@ class Transform(Stage):
     def fingerprint(self) -> list[Any]:
         """Return that of the stage before, and what this one adds."""
         before = self.upstream.fingerprint()
-        return [*before, self._mark] if self._mark else before
+        settings = [attrgetter(name)(self) for name in self.settings]
+        return [*before, [self.name, *settings]] if self.name else before

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.core.checks import check_count
 from paddle_shard.data.stages.stage import (
     Lengths,
     Opening,
@@ -24,7 +23,11 @@ from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 
+Rounds = Iterator[tuple[int, Any]]
+"""(round, sample) for each sample of a part that is reopened when it has ended."""
 
+
+@dataclass(eq=False)
 class Map(Transform):
     """Calls a function for each sample; skipped samples cost no call.
 
@@ -32,14 +35,13 @@ class Map(Transform):
     random function gives the same result for any number of workers, and after a resume.
     """
 
-    def __init__(self, upstream: Stage, function: Callable[[Any], Any]) -> None:
-        super().__init__(upstream)
-        self._function = function
+    function: Callable[[Any], Any]
+    """Called with a sample."""
 
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the results of the function."""
         key = opening.key(part, "map", self.depth)
-        function = self._function
+        function = self.function
         rng = opening.rng
         for number, item in enumerate(items, opening.skip):
             # After `items` has run, which may seed the generators, too.
@@ -60,31 +62,33 @@ class Map(Transform):
         return self.upstream.origin(opening, part, number)
 
 
+@dataclass(eq=False)
 class Filter(Transform):
     """Keeps the samples for which a function is true. Samples to be skipped are still read and tested."""
 
     counted = False
-
-    def __init__(self, upstream: Stage, predicate: Callable[[Any], bool]) -> None:
-        super().__init__(upstream, "filter")
-        self._predicate = predicate
+    name = "filter"
+    predicate: Callable[[Any], bool]
+    """Called with a sample; True keeps it."""
 
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the samples that are kept."""
         key = opening.key(part, "filter", self.depth)
         for number, item in enumerate(items):
             opening.rng.seed(key, number)
-            keep = opening.call(lambda sample: bool(self._predicate(sample)), item)
+            keep = opening.call(lambda sample: bool(self.predicate(sample)), item)
             if keep:
                 yield keep if isinstance(keep, Unreadable) else item
 
 
+@dataclass(eq=False)
 class Group(Transform):
     """Makes lists of `size` samples of a part; the last one may be shorter."""
 
-    def __init__(self, upstream: Stage, size: int) -> None:
-        super().__init__(upstream, "batch", size)
-        self.size: int = check_count("batch: size", size)
+    name = "batch"
+    settings = ("size",)
+    size: int
+    """At least 1."""
 
     def begin(self, skip: int) -> tuple[int, int]:
         """Return that lists are skipped by skipping their samples."""
@@ -99,9 +103,7 @@ class Group(Transform):
     def lengths(self, opening: Opening) -> Lengths:
         """Return the number of lists in each part."""
         lengths = self.upstream.lengths(opening)
-        if lengths is None:
-            return None
-        return [-(-length // self.size) for length in lengths]
+        return lengths and [-(-length // self.size) for length in lengths]
 
 
 class Unbatch(Transform):
@@ -109,9 +111,7 @@ class Unbatch(Transform):
 
     counted = False
     makes_several = True
-
-    def __init__(self, upstream: Stage) -> None:
-        super().__init__(upstream, "unbatch")
+    name = "unbatch"
 
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the items of the samples."""
@@ -120,22 +120,17 @@ class Unbatch(Transform):
         for group in items:
             if isinstance(group, Unreadable):
                 yield from group.items or (group,)
-            else:
-                yield from self._read(group, opening, key, numbers)
-
-    def _read(
-        self, group: Any, opening: Opening, key: int, numbers: Iterator[int]
-    ) -> Samples:
-        """Yield the items of a sample as they are read; after one that cannot be read, there are no others."""
-        opening.rng.seed(key, next(numbers))
-        try:
-            for item in group:
-                yield item
-                opening.rng.seed(key, next(numbers))
-        except Exception as error:
-            yield opening.failed(group, error)
+                continue
+            opening.rng.seed(key, next(numbers))
+            try:
+                for item in group:
+                    yield item
+                    opening.rng.seed(key, next(numbers))
+            except Exception as error:  # its other items are not read
+                yield opening.failed(group, error)
 
 
+@dataclass(eq=False)
 class Shuffle(Transform):
     """Permutes the samples of a part in windows, each with its own key.
 
@@ -143,19 +138,14 @@ class Shuffle(Transform):
     memory. A resume needs no saved buffer: it reads less than one window again.
     """
 
-    def __init__(self, upstream: Stage, window: int) -> None:
-        """Set up the stage.
-
-        Args:
-            upstream: The stage to shuffle.
-            window: Number of samples that are mixed, at least 1.
-        """
-        super().__init__(upstream, "shuffle", window)
-        self._window = check_count("shuffle: window", window)
+    name = "shuffle"
+    settings = ("window",)
+    window: int
+    """Number of samples that are mixed, at least 1."""
 
     def begin(self, skip: int) -> tuple[int, int]:
         """Return that whole windows are skipped, and the rest of a window is read."""
-        rest = skip % self._window
+        rest = skip % self.window
         return skip - rest, rest
 
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
@@ -163,47 +153,43 @@ class Shuffle(Transform):
         # Its number counts only the shuffles before it: then stages that keep the order can be added to a run.
         number = sum(isinstance(stage, Shuffle) for stage in self.upstream.line())
         key = opening.key(part, "window", number)
-        first = opening.skip // self._window
-        for window, samples in enumerate(windows(items, self._window), first):
+        first = opening.skip // self.window
+        for window, samples in enumerate(windows(items, self.window), first):
             permuted = Permutation(len(samples), derive_key(key, window, size=64))
-            for place in permuted(np.arange(len(samples), dtype=np.int64)).tolist():
+            for place in permuted(np.arange(len(samples))).tolist():
                 sample = samples[place]
                 samples[place] = None  # release delivered samples
                 yield sample
 
 
+@dataclass(eq=False)
 class Repeat(Transform):
     """Reads each part several times; if it is shuffled, each time in another order."""
 
-    def __init__(self, upstream: Stage, times: int | None = None) -> None:
-        """Set up the stage.
+    name = "repeat"
+    settings = ("times",)
+    times: int | None = None
+    """How often to read, at least once; None: without an end."""
 
-        Args:
-            upstream: The stage to repeat.
-            times: How often to read; None: without an end.
-        """
-        super().__init__(upstream, "repeat", times)
-        self._times = None if times is None else check_count("repeat: times", times)
-        self.endless = times is None or upstream.endless
+    def __post_init__(self) -> None:
+        self.endless = self.times is None or self.upstream.endless
 
     def open(self, opening: Opening) -> list[Samples]:
         """Return the samples of each part, round after round."""
-        rounds = in_rounds(self.upstream, opening, self._times)
+        rounds = in_rounds(self.upstream, opening, self.times)
         return [map(itemgetter(1), items) for items in rounds]
 
     def lengths(self, opening: Opening) -> Lengths:
         """Return the number of samples of all rounds; None if there is no end or a length is not known."""
-        if self._times is None:
+        if self.times is None:
             return None
         lengths = self.upstream.lengths(opening)
-        if lengths is None:
-            return None
-        return [self._times * length for length in lengths]
+        return lengths and [self.times * length for length in lengths]
 
 
 def in_rounds(
     stage: Stage, opening: Opening, times: int | None, source: str = ""
-) -> list[Iterator[tuple[int, Any]]]:
+) -> list[Rounds]:
     """Open parts so that each is reopened when it has ended.
 
     Args:
@@ -216,39 +202,35 @@ def in_rounds(
         For each part, pairs of the round, from 0, and the sample.
     """
     num_dropped = opening.skip
-    begins = [(0, 0) for _ in opening.parts]
+    begins = dict.fromkeys(opening.parts, (0, 0))
     lengths = stage.lengths(opening)
     if lengths is not None:  # else, how many rounds these are shows as they are read
-        begins = [divmod(num_dropped, length or 1) for length in lengths]
+        for part, length in zip(opening.parts, lengths, strict=True):
+            begins[part] = divmod(opening.skip, length or 1)
         num_dropped = 0
     rounds = _Rounds(stage, opening, begins, times, source)
     return [islice(rounds.items(part), num_dropped, None) for part in opening.parts]
 
 
+@dataclass(slots=True, eq=False)
 class _Rounds:
     """Rounds of some parts. Those that begin a round at the same sample are opened together and share one read."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        opening: Opening,
-        begins: Sequence[tuple[int, int]],
-        times: int | None,
-        source: str,
-    ) -> None:
-        """Set up; `begins` holds (round, samples of it that are skipped) for each part; see `in_rounds`."""
-        self._stage = stage
-        self._opening = opening
-        self._begins = dict(zip(opening.parts, begins, strict=True))
-        self._times = times
-        self._source = source
-        self._opened: dict[tuple[int, int], dict[int, Samples]] = {}
-        """(round, samples that are skipped) -> the parts that are opened there and not read yet."""
+    stage: Stage
+    opening: Opening
+    begins: Mapping[int, tuple[int, int]]
+    """Part -> (round, samples of it that are skipped)."""
+    times: int | None
+    """See `in_rounds`."""
+    source: str
+    """See `in_rounds`."""
+    opened: dict[tuple[int, int], dict[int, Samples]] = field(default_factory=dict)
+    """(round, samples that are skipped) -> the parts that are opened there and not read yet."""
 
-    def items(self, part: int) -> Iterator[tuple[int, Any]]:
+    def items(self, part: int) -> Rounds:
         """Yield (round, sample) of a part."""
-        begin, skip = self._begins[part]
-        numbers = count(begin) if self._times is None else range(begin, self._times)
+        begin, skip = self.begins[part]
+        numbers = count(begin) if self.times is None else range(begin, self.times)
         for number in numbers:
             is_empty = not skip
             items = self._open(part, (number, skip))
@@ -256,32 +238,32 @@ class _Rounds:
             for item in items:
                 is_empty = False
                 yield number, item
-            if is_empty and self._times is None:
-                raise nothing_to_repeat(part, self._opening.num_parts, self._source)
+            if is_empty and self.times is None:
+                raise nothing_to_repeat(part, self.opening.num_parts, self.source)
 
     def _open(self, part: int, place: tuple[int, int]) -> Samples:
         """Return a part of a round; open it with all parts that come to the same place."""
-        if place not in self._opened:
+        if place not in self.opened:
             number, skip = place
             parts = tuple(
                 other
-                for other, begin in self._begins.items()
+                for other, begin in self.begins.items()
                 if begin == place or (begin < place and not skip)
             )
-            opening = self._opening
+            opening = self.opening
             request = replace(
                 opening,
                 parts=parts,
-                round=opening.round * (self._times or 1) + number,
+                round=opening.round * (self.times or 1) + number,
                 skip=skip,
                 state=None if number else opening.state,
                 # Parts may begin at several places: `seen` would be called for a sample more than once.
                 seen=None if skip else opening.seen,
             )
-            samples = zip(parts, self._stage.open(request), strict=True)
-            self._opened[place] = dict(samples)
-        opened = self._opened[place]
+            samples = zip(parts, self.stage.open(request), strict=True)
+            self.opened[place] = dict(samples)
+        opened = self.opened[place]
         items = opened.pop(part)
         if not opened:
-            del self._opened[place]
+            del self.opened[place]
         return items

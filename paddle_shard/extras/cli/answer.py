@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+Json = dict[str, Any]
+"""A JSON object."""
 Rows = Sequence[Mapping[str, Any]]
 """A table: each row maps the same column names to values."""
 
@@ -23,8 +25,8 @@ class Hazard(NamedTuple):
 class Answer:
     """Answer of a command."""
 
-    values: Mapping[str, Any]
-    """JSON values, for programs."""
+    values: Json
+    """For programs."""
     text: Sequence[str | Rows]
     """The same for people: lines and tables."""
     hazards: Sequence[Hazard] | None = None
@@ -32,12 +34,7 @@ class Answer:
     failed: bool = False
     """True if a verification has failed."""
 
-    @property
-    def exit_code(self) -> int:
-        """1 if a verification has failed or there is a hazard."""
-        return int(self.failed or bool(self.hazards))
-
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the JSON values, hazards included."""
         if self.hazards is None:
             return dict(self.values)
@@ -71,7 +68,7 @@ class Command(NamedTuple):
     """A command of `paddle-shard`."""
 
     answer: Callable[[argparse.Namespace], Answer]
-    """Its name is the command's name; its docstring is the help, with an example below."""
+    """Its docstring is the help, with an example below."""
     arguments: Sequence[Argument]
 
 

@@ -14,14 +14,13 @@ from paddle_shard.errors import PaddleShardError, described
 from paddle_shard.extras.cli import doctor, index_shards, plan, show, verify
 from paddle_shard.run.record_lines import read_record
 
-_COMMANDS = [
-    plan.plan,
-    verify.verify,
-    show.show,
-    index_shards.index,
-    doctor.doctor,
-]
-COMMANDS = {command.answer.__name__: command for command in _COMMANDS}
+COMMANDS = {
+    "plan": plan.plan,
+    "verify": verify.verify,
+    "show": show.show,
+    "index": index_shards.index,
+    "doctor": doctor.doctor,
+}
 """All commands, by name."""
 
 
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return answer.exit_code
+    return int(answer.failed or bool(answer.hazards))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from html import escape
-from typing import Any
+from textwrap import shorten
 
 from paddle_shard.extras.cli.answer import Answer, Rows, cell
 from paddle_shard.extras.cli.places import Meshes, shapes_of
@@ -24,16 +24,16 @@ _MOST_TEXT = 96
 def page_of(title: str, answer: Answer, pictures: Iterable[str]) -> str:
     """Return an HTML page of an answer and some SVG pictures; it loads nothing."""
     body = [f"<h1>{escape(title)}</h1>"]
-    for what, fix in answer.hazards or ():
-        body.append(
-            f'<p class="hazard"><strong>{escape(what)}.</strong> {escape(fix)}</p>'
-        )
-    for section in answer.text:
-        body.append(
-            f"<p>{escape(section)}</p>"
-            if isinstance(section, str)
-            else _html_table(section)
-        )
+    body += [
+        f'<p class="hazard"><strong>{escape(what)}.</strong> {escape(fix)}</p>'
+        for what, fix in answer.hazards or ()
+    ]
+    body += [
+        f"<p>{escape(section)}</p>"
+        if isinstance(section, str)
+        else _html_table(section)
+        for section in answer.text
+    ]
     body += [f"<figure>{picture}</figure>" for picture in pictures]
     head = (
         f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
@@ -52,7 +52,7 @@ def _html_table(rows: Rows) -> str:
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
-def svg_of(meshes: Meshes, shares: Sequence[Mapping[str, Any]], title: str) -> str:
+def svg_of(meshes: Meshes, shares: Rows, title: str) -> str:
     """Return a picture of the first mesh, coloured by data rank, and of the samples of each data rank.
 
     Args:
@@ -85,13 +85,7 @@ def svg_of(meshes: Meshes, shares: Sequence[Mapping[str, Any]], title: str) -> s
         marks.append(
             f'<rect x="10" y="{y}" width="12" height="12" {_fill(share["data_rank"])}/>'
         )
-        marks.append(
-            _text(
-                28,
-                y + 10,
-                text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ...",
-            )
-        )
+        marks.append(_text(28, y + 10, shorten(text, _MOST_TEXT, placeholder=" ...")))
         y += _LINE
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y}" '
     head += 'font-family="sans-serif" font-size="11">'

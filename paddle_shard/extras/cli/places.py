@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.extras.cli.answer import Json
 from paddle_shard.plan.mesh import MeshLayout, replica_groups
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.partition import slice_rows
@@ -25,7 +26,7 @@ def shapes_of(meshes: Meshes) -> str:
     )
 
 
-def groups_of(meshes: Meshes) -> Iterator[dict[str, Any]]:
+def groups_of(meshes: Meshes) -> Iterator[Json]:
     """Yield the replica groups: {"mesh": its number, "data_rank": .., "ranks": global ranks in mesh order}."""
     for number, (mesh, axes) in enumerate(meshes):
         for data_rank, group in enumerate(replica_groups(mesh, axes)):
@@ -34,7 +35,7 @@ def groups_of(meshes: Meshes) -> Iterator[dict[str, Any]]:
 
 def rows_of(
     plan: ShardPlan, meshes: Meshes, step: int
-) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
+) -> Iterator[tuple[Json, Sequence[int]]]:
     """Yield each replica group with its rows of the global batch at a step, in its own order.
 
     Without meshes, it is not known who has which rows: they were balanced by costs that a record does not hold.
@@ -58,22 +59,18 @@ def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Ranges) -> list[An
     plan_step = step_of_plan(plan, epoch, step, skips)
     if plan_step is None:
         return [None] * plan.num_rows(step=step)
-    valid = (
-        np.ones(len(plan_step.ids), bool)
-        if plan_step.valid is None
-        else plan_step.valid
-    )
-    names: list[Any] = np.asarray(plan_step.ids).tolist()
+    names = np.asarray(plan_step.ids).tolist()
     if isinstance(plan.ordering, Mixing):
         names = [list(plan.ordering.named(sample)) for sample in names]
-    return [
-        name if is_valid else None for name, is_valid in zip(names, valid, strict=True)
-    ]
+    if plan_step.valid is not None:
+        valid_names = zip(names, plan_step.valid, strict=True)
+        names = [name if is_valid else None for name, is_valid in valid_names]
+    return list(names)
 
 
 def samples_of(
     plan: ShardPlan, meshes: Meshes, epoch: int, step: int, skips: Ranges
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Return each replica group with the samples of its rows at a step."""
     samples = samples_at(plan, epoch, step, skips)
     return [

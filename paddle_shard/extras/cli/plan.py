@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from paddle_shard.core.checks import listed
 from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.answer import (
     Answer,
     Hazard,
+    Json,
     Rows,
     argument,
     command,
@@ -107,11 +107,19 @@ def plan(options: argparse.Namespace) -> Answer:
         (mesh, [mesh.axes[axis] for axis in mesh.axis_indices(named)])
         for mesh in map(mesh_of, options.mesh)
     ]
-    shard_plan = _plan_of(options, meshes)
+    shard_plan = ShardPlan(
+        num_samples=options.samples,
+        batch_size=options.batch_size * options.accumulation,
+        num_data_ranks=math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes)),
+        tail=options.tail,
+        shuffle=_ORDERS[options.shuffle],
+        seed=options.seed,
+        accumulation=options.accumulation,
+    )
     numbers = facts_of_plan(shard_plan)
-    values: dict[str, Any] = {"meshes": list(groups_of(meshes)), "plan": numbers}
+    values: Json = {"meshes": list(groups_of(meshes)), "plan": numbers}
     table = [{"what": name, "number": number} for name, number in numbers.items()]
-    text: list[str | Rows] = [*_mesh_sections(meshes), table]
+    text = [*_mesh_sections(meshes), table]
     if options.step is not None:
         values["step"] = samples_of(shard_plan, meshes, options.epoch, options.step, ())
         text += [f"epoch {options.epoch}, step {options.step}", values["step"]]
@@ -120,24 +128,6 @@ def plan(options: argparse.Namespace) -> Answer:
     if options.html is not None or options.svg is not None:
         _draw(answer, shard_plan, meshes, options)
     return answer
-
-
-def _plan_of(options: argparse.Namespace, meshes: Meshes) -> ShardPlan:
-    """Return the plan that the flags describe.
-
-    Raises:
-        ArgumentError: There is no such plan.
-    """
-    counts = [mesh.num_data_ranks(axes) for mesh, axes in meshes]
-    return ShardPlan(
-        num_samples=options.samples,
-        batch_size=options.batch_size * options.accumulation,
-        num_data_ranks=math.lcm(*counts),
-        tail=options.tail,
-        shuffle=_ORDERS[options.shuffle],
-        seed=options.seed,
-        accumulation=options.accumulation,
-    )
 
 
 def facts_of_plan(plan: ShardPlan) -> dict[str, int]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from paddle_shard.errors import ArgumentError
+from paddle_shard.extras.cli.answer import Json
 from paddle_shard.extras.cli.timeline import Delivery, Timeline
 from paddle_shard.plan.certificate import (
     ALL,
@@ -27,7 +27,7 @@ from paddle_shard.plan.shard_plan import ShardPlan, skipped_positions
 from paddle_shard.plan.skips import Ranges, without
 
 
-def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
+def proof_of(run: Timeline, epoch: int) -> Json:
     """Return the fields of the `Certificate` of an epoch, over all jobs of a run.
 
     Its `repeated` is called "repeated_positions": under another order they may have other samples. Also its "text",
@@ -42,7 +42,7 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
         delivery.is_ended for delivery in deliveries
     )
     plan = None if newest.job.unknown_order is not None else newest.plan
-    notes: list[str] = []
+    notes = []
 
     # Delivered ranges, each with the order and the skips of its time.
     ranges = []

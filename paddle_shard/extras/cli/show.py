@@ -10,6 +10,7 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.answer import (
     RECORD,
     Answer,
+    Json,
     Rows,
     argument,
     cell,
@@ -64,7 +65,7 @@ def show(options: argparse.Namespace) -> Answer:
     return Answer(values={**values, "notes": notes}, text=text)
 
 
-def _places_of(run: Timeline, sample: Any) -> dict[str, Any]:
+def _places_of(run: Timeline, sample: Any) -> Json:
     """Return the deliveries of a sample."""
     places = []
     for delivery, step, row in run.places_of(sample):
@@ -78,7 +79,7 @@ def _places_of(run: Timeline, sample: Any) -> dict[str, Any]:
     return {"sample": sample, "delivered": places}
 
 
-def _shares_of(run: Timeline, epoch: int | None, step: int) -> dict[str, Any]:
+def _shares_of(run: Timeline, epoch: int | None, step: int) -> Json:
     """Return the samples of each replica group at a step.
 
     Raises:
@@ -107,7 +108,7 @@ def _shares_of(run: Timeline, epoch: int | None, step: int) -> dict[str, Any]:
     return {"epoch": epochs[0], "step": step, "delivered": shares}
 
 
-def _recorded(delivery: Delivery, step: int) -> dict[str, Any]:
+def _recorded(delivery: Delivery, step: int) -> Json:
     """Return the job that delivered a step, or delivers it if it continues after its newest line."""
     recorded = "yes" if step < delivery.steps else "not yet"
     return {"job": delivery.job.number, "recorded": recorded}

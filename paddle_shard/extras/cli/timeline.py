@@ -14,6 +14,8 @@ from typing import Any
 
 from paddle_shard.data.samplers import PlanBatches
 from paddle_shard.errors import ArgumentError
+from paddle_shard.extras.cli.answer import Json
+from paddle_shard.extras.cli.places import Meshes
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, rows_of_sample
@@ -30,23 +32,25 @@ class RecordedJob:
 
     number: int
     """From 1, in the order in which they began."""
-    first_line: dict[str, Any]
+    first_line: Json
 
     @cached_property
-    def meshes(self) -> list[tuple[MeshLayout, list[str]]]:
+    def meshes(self) -> Meshes:
         """Each mesh with its data axes."""
-        meshes = []
-        for mesh in self.first_line["meshes"]:
-            layout = MeshLayout(
-                shape=mesh["axes"].values(),
-                axes=mesh["axes"],
-                process_ids=mesh["process_ids"],
+        return [
+            (
+                MeshLayout(
+                    shape=mesh["axes"].values(),
+                    axes=mesh["axes"],
+                    process_ids=mesh["process_ids"],
+                ),
+                mesh["data_axes"],
             )
-            meshes.append((layout, mesh["data_axes"]))
-        return meshes
+            for mesh in self.first_line["meshes"]
+        ]
 
     @property
-    def holders(self) -> list[tuple[MeshLayout, list[str]]]:
+    def holders(self) -> Meshes:
         """The meshes whose ranks hold the rows of a step; none if rows were balanced by cost (`balance=`)."""
         return [] if self.first_line["dealt"] else self.meshes
 
@@ -77,7 +81,7 @@ class RecordedJob:
         )
         return batches.plan_of(start)
 
-    def state_in(self, line: dict[str, Any]) -> LoaderState:
+    def state_in(self, line: Json) -> LoaderState:
         """Return the state in a line, without what only the loader needs."""
         order = dict(self.first_line["fingerprint"])
         rest = {"fingerprint": dict(order), "sampler": None, "data": None}
@@ -186,7 +190,7 @@ class _Segment:
     """Lines of a job, from a load on."""
 
     job: RecordedJob
-    lines: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[Json] = field(default_factory=list)
     parent: _Segment | None = None
     """The segment that it continues; None if no line shows it."""
     num_parent_lines: int = 0
@@ -216,7 +220,7 @@ class _Segment:
         return deliveries
 
 
-def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
+def timeline(lines: Sequence[Json]) -> Timeline:
     """Return the run in the lines of a record.
 
     Raises:
@@ -236,7 +240,7 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
     began_at = first.job.state_in(first.lines[0]) if is_resumed else None
 
     run = Timeline(last_job=segments[-1].job, began_at=began_at)
-    counted: dict[int, Delivery] = {}
+    counted = {}
     for segment in segments:
         num_lines = num_counted.get(id(segment), 0)
         counted = segment.deliveries(num_lines)
@@ -267,7 +271,7 @@ def _lost(segment: _Segment, counted: Mapping[int, Delivery]) -> Iterator[Delive
             yield delivery
 
 
-def _segments(lines: Sequence[dict[str, Any]]) -> list[_Segment]:
+def _segments(lines: Sequence[Json]) -> list[_Segment]:
     """Return the segments, each with its parent. A line of a load ends one segment and begins the next."""
     segments: list[_Segment] = []
     current: dict[str, _Segment] = {}
@@ -291,7 +295,7 @@ def _segments(lines: Sequence[dict[str, Any]]) -> list[_Segment]:
 
 
 def _parent_of(
-    segments: Sequence[_Segment], resume: dict[str, Any]
+    segments: Sequence[_Segment], resume: Json
 ) -> tuple[_Segment | None, int]:
     """Return the newest segment that saved the position of a load, and the number of its lines by then."""
     for segment in reversed(segments):
@@ -302,6 +306,6 @@ def _parent_of(
     return None, 0
 
 
-def _position(line: dict[str, Any]) -> dict[str, Any]:
+def _position(line: Json) -> Json:
     """Return the state in a line without its certificate, which differs on another rank."""
     return {**line["state"], "certificate": None}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from paddle_shard.extras.cli.answer import RECORD, Answer, Rows, command
+from paddle_shard.extras.cli.answer import RECORD, Answer, Json, Rows, command
 from paddle_shard.extras.cli.places import shapes_of
 from paddle_shard.extras.cli.proof import proof_of
 from paddle_shard.extras.cli.timeline import Delivery, timeline
@@ -64,7 +63,7 @@ def verify(options: argparse.Namespace) -> Answer:
     return Answer(values=values, text=text, failed=failed)
 
 
-def _row_of(delivery: Delivery, counts: str) -> dict[str, Any]:
+def _row_of(delivery: Delivery, counts: str) -> Json:
     """Return a row of the table of deliveries."""
     plan = delivery.job.first_line["plan"]
     return {

@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,7 @@ class DefaultTrainerCallback(TrainerCallback):
     is_optional = True
 
 
+@dataclass(eq=False)
 class _ResumedEpochs:
     """The first loop of a resumed trainer: the rest of an epoch, and the epochs that the trainer takes for finished.
 
@@ -201,20 +203,14 @@ class _ResumedEpochs:
     further than the data, and at the end of a stream no batch is left of an epoch that they have not finished.
     """
 
-    def __init__(
-        self, loader: ShardDataloader, num_more: int, iterator: ShardIterator
-    ) -> None:
-        """Initialize.
-
-        Args:
-            loader: The trainer's loader.
-            num_more: Further epochs to read.
-            iterator: Over the rest of the first one.
-        """
-        self._loader = loader
-        self._num_more = num_more
-        self._iterator = iterator
-        self._is_empty = True
+    loader: ShardDataloader
+    """The trainer's loader."""
+    num_more: int
+    """Further epochs to read."""
+    iterator: ShardIterator
+    """Over the rest of the first one, then over the others."""
+    is_empty: bool = True
+    """True if nothing was read yet."""
 
     def __iter__(self) -> _ResumedEpochs:
         return self
@@ -222,17 +218,17 @@ class _ResumedEpochs:
     def __next__(self) -> Any:
         while True:
             try:
-                return next(self._iterator)
+                return next(self.iterator)
             except StopIteration:
-                if self._num_more == 0 and not self._is_empty:
+                if self.num_more == 0 and not self.is_empty:
                     raise
-                self._num_more = max(0, self._num_more - 1)
-                self._iterator = iter(self._loader)
+                self.num_more = max(0, self.num_more - 1)
+                self.iterator = iter(self.loader)
             finally:
-                self._is_empty = False
+                self.is_empty = False
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
+        return getattr(self.iterator, name)
 
 
 def _folder_of(args: Any, global_step: int) -> Path:

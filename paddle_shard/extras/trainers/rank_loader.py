@@ -191,7 +191,7 @@ def read_rank_loader(
     options: dict[str, Any] = {}
 
     # A batch sampler that knows its rank, or that is made of a sampler which does.
-    inner: Any = getattr(sampler, "sampler", None)
+    inner = getattr(sampler, "sampler", None)
     owners = (each for each in (sampler, inner) if getattr(each, "num_replicas", 1) > 1)
     owner: Any = next(owners, None)
     if type(dataset).__name__ == _SHARD:
@@ -226,7 +226,7 @@ def read_rank_loader(
     package = type(sampler).__module__.partition(".")[0]
     if name in _IN_ORDER and package in PACKAGES:
         # A sampler of one rank is made of a sampler of indices.
-        source: Any = sampler if inner is None else inner
+        source = sampler if inner is None else inner
         is_random = isinstance(source, paddle.io.RandomSampler)
         options = {"seed": getattr(source, "base_seed", 0), **_IN_ORDER[name]}
         whole = _whole(

@@ -84,7 +84,7 @@ def test_mds_keeps_every_claim(num_ranks, data, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file")  # the library leaves its index open
-def test_files_on_the_host_have_an_index_and_resume_on_another_mesh(data):
+def test_mds_files_on_the_host_resume_on_another_mesh(data):
     def rows(meshes, state=None, stop=None):
         loader = sharded(
             DataLoader(LocalDataset(str(data / "plain")), batch_size=8, shuffle=True),
@@ -106,7 +106,7 @@ def test_files_on_the_host_have_an_index_and_resume_on_another_mesh(data):
     assert rows(ONE, begun[0][1])[0] == straight[2:]
 
 
-def test_what_the_library_repeats_is_left_out():
+def test_mds_samples_that_are_repeated_are_left_out():
     ids = np.array([[[0, 1], [2, 2]], [[3, 4], [2, -1]]])  # [data rank, batch, row]
 
     once = _as_often_as(np.ones(5, int), ids)

@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("ray_worker.py")
 ENV = {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}
 
 
-def test_of_ranks_that_read_the_same_rows_one_has_actors(cluster, tmp_path):
+def test_ray_ranks_with_the_same_rows_share_actors(cluster, tmp_path):
     reports = run_ranks(
         WORKER,
         2,
@@ -75,7 +75,7 @@ def test_relative_paths_are_meant_from_the_folder_of_the_rank(cluster, tmp_path)
     assert [sorted(one) for one in report["found"]] == [list(range(40))] * 2
 
 
-def test_a_cluster_that_grows_while_it_reads_is_used(tmp_path):
+def test_cluster_that_grows_while_it_reads_is_used(tmp_path):
     report = run_ranks(
         WORKER, 1, tmp_path, args=["growing"], env=ENV, timeout=2 * HANG
     )[0]
@@ -84,7 +84,7 @@ def test_a_cluster_that_grows_while_it_reads_is_used(tmp_path):
     assert report["after"] == 3
 
 
-def test_the_actors_of_a_rank_that_is_killed_are_gone(cluster):
+def test_actors_of_a_rank_that_is_killed_are_gone(cluster):
     env = {**os.environ, **ENV, "RAY_ADDRESS": cluster}
     with subprocess.Popen(
         [sys.executable, WORKER, "killed"], env=env, stdout=subprocess.PIPE, text=True

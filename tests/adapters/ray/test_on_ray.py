@@ -93,7 +93,7 @@ def test_ranks_meet_and_the_first_ones_output_is_shown(launch):
     assert sorted(path.name for path in ranks.iterdir()) == ["0", "1"]
 
 
-def test_when_a_rank_fails_all_end_and_its_code_is_that_of_the_command(launch):
+def test_on_ray_exits_with_the_code_of_the_failed_rank(launch):
     start, _ = launch
     _, err = (process := start("fails")).communicate(timeout=HANG)
 
@@ -102,7 +102,7 @@ def test_when_a_rank_fails_all_end_and_its_code_is_that_of_the_command(launch):
     assert "it failed here" in err
 
 
-def test_the_rank_that_fails_first_is_named_and_not_one_that_fails_for_it(launch):
+def test_on_ray_names_the_rank_that_failed_first(launch):
     start, _ = launch
     _, err = (process := start("follows")).communicate(timeout=HANG)
 
@@ -111,7 +111,7 @@ def test_the_rank_that_fails_first_is_named_and_not_one_that_fails_for_it(launch
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_outlives_the_command(launch, number):
+def test_on_ray_ranks_end_with_the_command(launch, number):
     start, ranks = launch
     process = start("waits")
     until(lambda: len([path for path in ranks.iterdir() if path.read_text()]) == 2)
@@ -122,7 +122,7 @@ def test_no_rank_outlives_the_command(launch, number):
     until(lambda: not alive(ranks))
 
 
-def test_a_script_that_is_not_there_is_told(tmp_path):
+def test_script_that_is_not_there_is_told(tmp_path):
     command = [
         sys.executable,
         ROOT / "launch/on_ray.py",
@@ -138,7 +138,7 @@ def test_a_script_that_is_not_there_is_told(tmp_path):
     assert "script 'nothing.py' is not a file, seen from" in done.stderr
 
 
-def test_an_address_that_is_none_is_named_without_a_traceback(launch):
+def test_address_that_is_none_is_named_without_a_traceback(launch):
     start, _ = launch
 
     run = start(RAY_ADDRESS="nonsense")
@@ -152,7 +152,7 @@ def test_an_address_that_is_none_is_named_without_a_traceback(launch):
     assert "Traceback" not in err
 
 
-def test_a_loader_names_an_address_that_is_none(launch):
+def test_loader_names_an_address_that_is_none(launch):
     code = (
         "from paddle_shard.extras.ray_readers import connect_to_ray; connect_to_ray()"
     )

@@ -120,9 +120,7 @@ def test_twenty_random_kills_change_nothing(kind, caplog):
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-def test_parts_are_opened_where_they_were_delivered_if_their_actor_is_killed(
-    kind, path
-):
+def test_ray_parts_resume_where_they_were_if_their_actor_dies(kind, path):
     stream, settings, options = STREAMS[kind]
     expected = read(loader_of(stream(path), None, settings, options), epochs=2)
     kills = Kills(seed=SEED + len(kind), steps=25, count=3)
@@ -162,7 +160,7 @@ def test_actors_read_no_more_than_the_loop_has_asked_for_ahead(tmp_path):
     batches.close()
 
 
-def test_what_fails_on_an_actor_names_the_sample_the_worker_and_the_node():
+def test_ray_failure_names_sample_worker_and_node():
     loader = loader_of(readings.Broken(), RayReaders(num=2), {}, {})
 
     with pytest.raises(
@@ -175,7 +173,7 @@ def test_what_fails_on_an_actor_names_the_sample_the_worker_and_the_node():
     assert "in __getitem__" in str(caught.value)
 
 
-def test_a_sample_that_kills_its_readers_is_given_up_with_their_names():
+def test_ray_sample_that_kills_its_readers_is_given_up():
     loader = loader_of(readings.Deadly(), RayReaders(num=2), {}, {})
     steps = []
 
@@ -190,7 +188,7 @@ def test_a_sample_that_kills_its_readers_is_given_up_with_their_names():
     until(lambda: not actors_alive())
 
 
-def test_a_worker_is_told_what_it_is_told_as_a_process():
+def test_worker_is_told_what_it_is_told_as_a_process():
     settings = {"worker_init_fn": readings.told, "batch_size": 1}
     loader = loader_of(readings.Tells(), RayReaders(num=2), settings, {})
 
@@ -220,7 +218,7 @@ def test_persistent_actors_stay_until_the_loader_is_dropped(persistent):
     until(lambda: not actors_alive())
 
 
-def test_what_cannot_be_sent_is_an_error_of_the_first_step():
+def test_ray_data_set_that_cannot_be_sent_fails_the_first_step():
     data = readings.Draws()
     data.lock = threading.Lock()
 
@@ -230,14 +228,14 @@ def test_what_cannot_be_sent_is_an_error_of_the_first_step():
         read(loader_of(data, RayReaders(num=2), {}, {}))
 
 
-def test_a_runtime_environment_that_cannot_be_made_is_an_error():
+def test_runtime_environment_that_cannot_be_made_is_an_error():
     readers = RayReaders(num=1, runtime_env={"working_dir": "/nothing/here"})
 
     with pytest.raises(DataReadError, match="nothing/here"):
         read(loader_of(readings.Draws(), readers, {}, {}))
 
 
-def test_a_runtime_environment_reaches_the_actors():
+def test_runtime_environment_reaches_the_actors():
     readers = RayReaders(num=2, runtime_env={"env_vars": {"TOLD": "7"}})
     loader = loader_of(
         readings.Gathers(), readers, {"collate_fn": readings.environment}, {}
@@ -246,7 +244,7 @@ def test_a_runtime_environment_reaches_the_actors():
     assert {int(batch._local_value().numpy()[0]) for batch in loader} == {7}
 
 
-def test_more_than_the_object_store_holds_goes_through_it_and_nothing_stays():
+def test_ray_object_store_may_be_smaller_than_the_data():
     held = ray._private.worker.global_worker.core_worker.get_all_reference_counts
     before = len(held())
 
@@ -262,7 +260,7 @@ def test_more_than_the_object_store_holds_goes_through_it_and_nothing_stays():
     "kinds",
     [(INDEXED, "draws"), (STREAMS, "parts of files"), (STREAMS, "shuffled, repeated")],
 )
-def test_a_run_is_resumed_by_other_readers(kinds, path):
+def test_run_is_resumed_by_other_readers(kinds, path):
     data, settings, options = kinds[0][kinds[1]]
     given = data(path) if kinds[0] is STREAMS else data()
     expected = read(loader_of(given, None, settings, options))

@@ -26,7 +26,7 @@ SHARE = ShardOptions(shard=1, num_shards=3, seed=0, epoch=0)
         {"$": "a key that is also the mark"},
     ],
 )
-def test_a_state_comes_back_from_json(value):
+def test_state_comes_back_from_json(value):
     assert from_json(json.loads(json.dumps(to_json(value)))) == value
 
 
@@ -41,14 +41,14 @@ def test_arrays_and_tensors_come_back_from_json(dtype):
         assert np.array_equal(np.asarray(back), np.asarray(value))
 
 
-def test_what_json_cannot_hold_is_named():
+def test_torchdata_state_that_json_cannot_hold_is_named():
     with pytest.raises(ArgumentTypeError, match=r"state\['a'\]\[1\] is a object"):
         to_json({"a": [0, object()]})
     with pytest.raises(StateError, match="'pickle' is no kind"):
         from_json({"$": ["pickle", "<u1", [0], ""]})
 
 
-def test_a_state_of_other_data_is_refused():
+def test_state_of_other_data_is_refused():
     resumed = replace(SHARE, state={"samples": 5})
     check_same(resumed, samples=5)
     check_same(SHARE, samples=6)
@@ -58,7 +58,7 @@ def test_a_state_of_other_data_is_refused():
         check_same(resumed, samples=6)
 
 
-def test_a_share_that_is_not_read_is_refused():
+def test_share_that_is_not_read_is_refused():
     assert build_watched(lambda share: (share.shard, share.num_shards), SHARE, "x") == (
         1,
         3,

@@ -49,7 +49,7 @@ class Noisy(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_torchs_iterable_data_set_that_splits_itself_is_read_once(workers):
+def test_torch_iterable_that_splits_itself_is_read_once(workers):
     mesh = paddle.distributed.ProcessMesh([0], dim_names=["dp"])
     given = paddle.io.DataLoader(
         paddle_shard.Stream.of(Noisy(), splits_itself=True),

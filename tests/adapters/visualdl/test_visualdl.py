@@ -42,7 +42,7 @@ def logged(tmp_path):
     return tmp_path, expected
 
 
-def test_what_is_logged_is_read_back(logged):
+def test_visualdl_log_is_read_back(logged):
     folder, expected = logged
     reader = LogReader(file_path=str(next(folder.glob("vdlrecords*"))))
     assert sorted(reader.get_tags()["scalar"]) == sorted(expected[0])
@@ -68,7 +68,7 @@ def answer_of(url):
             time.sleep(0.2)
 
 
-def test_its_page_shows_the_curves(logged):
+def test_visualdl_page_shows_the_curves(logged):
     folder, expected = logged
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
