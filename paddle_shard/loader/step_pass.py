@@ -20,6 +20,7 @@ from paddle_shard.errors import (
     ArgumentError,
     DataReadError,
     PaddleShardError,
+    PeerLostError,
 )
 from paddle_shard.loader.step_messages import StepMessages
 from paddle_shard.plan.step import Step
@@ -345,7 +346,8 @@ class StepPass:
         """Announce that no further step can be delivered: the end, or why."""
         agreement = self._agreement
         if isinstance(error, LeaderStoppedError):
-            self._ready.put(error)  # raised if this rank has nothing else to report
+            # Raised only if the leader has announced a step and was killed before it had sent the batch.
+            self._ready.put(PeerLostError.of(str(error), error.ranks))
             assert agreement is not None
             agreement.announce_unread()
             return

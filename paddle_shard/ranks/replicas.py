@@ -14,6 +14,7 @@ from paddle_shard.errors import PeerLostError
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.broadcast import Broadcast, address_of, connected
+from paddle_shard.ranks.reports import loss_of
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.executor import Executor, read_error
@@ -28,7 +29,7 @@ _GRACE = 5.0
 
 
 class LeaderStoppedError(PeerLostError):
-    """The rank that reads for this one has stopped, and the agreement on steps reports why."""
+    """The rank that reads for this one has stopped, and the agreement on steps reports why, unless it was killed."""
 
 
 class Replicas(NamedTuple):
@@ -153,4 +154,4 @@ class Subscribing(Executor):
                     [self._leader],
                     timeout,
                 )
-        raise LeaderStoppedError.of("the leader has ended its loop", [self._leader])
+        raise LeaderStoppedError.of(*loss_of([self._leader], "has ended or was killed"))

@@ -235,7 +235,7 @@ def test_to_static_tensors_are_made_on_the_training_thread(makes, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_to_static_look_at_a_closed_loader_serves_the_whole_epoch(workers):
+def test_to_static_look_at_a_closed_loader_loses_nothing(workers):
     given = DataLoader(Made(length=12), batch_size=4, num_workers=workers)
     loader = helpers.sharded(given, ONE)
     loader._first_batch()

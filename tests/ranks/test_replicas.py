@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import socket
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from paddle_shard.data.generators import generators_of
+from paddle_shard.errors import PeerLostError
 from paddle_shard.loader import step_pass
 from paddle_shard.loader.step_pass import Feed, StepPass
 from paddle_shard.plan.step import Step
@@ -99,3 +101,22 @@ def test_replicas_leader_serves_short_steps_with_collectives(num_long, monkeypat
     for steps in passes:
         steps.close()
     assert delivered == [list(range(STEPS))] * 2
+
+
+def test_replicas_leader_killed_before_it_sends_a_batch_is_named():
+    """It has announced the step already, so that all agree to deliver it."""
+    ranks = coordinators(2)
+    first, second = (rank.open(AgreementConfig()) for rank in ranks)
+    address = f"\0paddle_shard-test-shared-{os.getpid()}-{next(NUMBERS)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as leader:
+        leader.bind(address)
+        leader.listen(1)
+        batches = steps_of(Subscribing(0, address, second), second, placed)
+        first.announce(steps=2)
+        threading.Thread(target=lambda: leader.accept()[0].close()).start()
+        with pytest.raises(PeerLostError, match="rank 0 has ended or was") as info:
+            next(batches)
+    assert type(info.value) is PeerLostError
+    assert info.value.ranks == (0,)
+    for rank in ranks:
+        end(rank)
