@@ -75,15 +75,6 @@ def test_relative_paths_are_meant_from_the_folder_of_the_rank(cluster, tmp_path)
     assert [sorted(one) for one in report["found"]] == [list(range(40))] * 2
 
 
-def test_cluster_that_grows_while_it_reads_is_used(tmp_path):
-    report = run_ranks(
-        WORKER, 1, tmp_path, args=["growing"], env=ENV, timeout=2 * HANG
-    )[0]
-
-    assert report["before"] == 1
-    assert report["after"] == 3
-
-
 def test_actors_of_a_rank_that_is_killed_are_gone(cluster):
     env = {**os.environ, **ENV, "RAY_ADDRESS": cluster}
     with subprocess.Popen(
