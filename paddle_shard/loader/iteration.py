@@ -32,7 +32,6 @@ from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.ranks.agreeing import report_failure
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.source import Source
-from paddle_shard.reading.worker_guards import signals_held
 
 _MUCH = 0.1
 """Share of padding or dropped data from which on it is logged."""
@@ -206,8 +205,7 @@ class ShardIterator:
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # Workers and threads are ended when the process begins to end.
         if hasattr(self, "_progress") and not ending():
-            with signals_held():  # what a handler raises here is lost
-                self.close()
+            self.close()
 
 
 def _warn_if_uneven(setup: LoaderSetup) -> None:

@@ -199,8 +199,7 @@ class WorkerPool:
         # A signal handler may have raised in the constructor, or the collector may find this first in a forked child.
         # When the interpreter ends, it has ended the workers.
         if getattr(self, "_process", None) == os.getpid() and not ending():
-            with signals_held():  # what a handler raises here is lost
-                self.shut_down()
+            self.shut_down()
 
     def leave_to_the_parent(self) -> None:
         """Forget the workers in a forked child: they are the parent's, and only the parent may hold their channels."""
