@@ -183,7 +183,7 @@ class StepPass:
             StopIteration: The epoch has ended, on all ranks.
             PaddleShardError: Reading failed on this or another rank; all ranks raise it at this step.
         """
-        if not self.is_of_this_process:
+        if self._process != os.getpid():
             raise ArgumentError(
                 f"this iterator was made by process {self._process}, whose workers and ranks know it; a forked child "
                 "makes one of its own: iter(loader)."
@@ -314,9 +314,8 @@ class StepPass:
                 raise
             self._announce_end(error)
             return error
-        self._announced += (
-            1  # once the batch can be taken, the other thread may read the next one
-        )
+        # First: once the batch can be taken, the other thread may read the next one.
+        self._announced += 1
         self._ready.put(batch)
         if agreement is not None:
             digest = batch.digest if self._compares else None

@@ -553,19 +553,20 @@ class Hub:
             if progress is None:
                 late[other] = "did not begin this loop or call, or stopped responding"
             elif progress.kind == OK and progress.step <= step:
-                read = f"read up to step {first_step + progress.step}"
-                late[other] = read + self._begun_after(number, other)
+                newest = first_step + progress.step
+                later = self._later_iteration(number, other)
+                late[other] = f"read up to step {newest}{later}"
         text = late_text(text, late)
         if late and timeout is None:
             self._outbox.append(["warn", rank, text])
         elif late:
             self._on_lost(text, [*late], timeout)
 
-    def _begun_after(self, number: int, rank: int) -> str:
+    def _later_iteration(self, number: int, rank: int) -> str:
         """Return what a rank has begun after an iteration, for messages: other ranks may wait because of it."""
         for later, tally in self._tallies.items():
             label = tally.compared.get(-1, {}).get(rank)
             if later > number and label is not None:
-                began = label.get("call") or f"a loop over {label.get('data set')}"
-                return f", then began {began}"
+                name = label.get("call") or f"a loop over {label.get('data set')}"
+                return f", then began {name}"
         return ""

@@ -115,7 +115,7 @@ class Channel:
                 raise EOFError
             kind, num_pieces, start, size = HEAD.unpack_from(self._small)
             if kind == MEMORY:
-                self._theirs = _mapped(files)
+                self._theirs = _memory_of(files)
             # Another thread may close this end.
             theirs = self._small[HEAD.size :] if kind == INLINE else self._theirs
             if theirs is None:
@@ -186,7 +186,7 @@ def framed(
     return frame
 
 
-def _mapped(files: list[tuple[int, int, bytes]]) -> memoryview | None:
+def _memory_of(files: list[tuple[int, int, bytes]]) -> memoryview | None:
     """Map the file that came with a message; None if there was no room for it."""
     if not files:
         return None

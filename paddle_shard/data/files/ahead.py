@@ -10,7 +10,7 @@ from queue import Empty, Queue
 from typing import Any, BinaryIO
 
 from paddle_shard.core import forks
-from paddle_shard.data.files.files import BUFFER, Opened
+from paddle_shard.data.files.files import BUFFER, FileAndSize
 
 LIMIT = 32 << 20
 """Bytes of each of the next files that are read ahead, in all parts of a reader together."""
@@ -26,7 +26,7 @@ class FileAhead(io.RawIOBase):
     Dropping or closing it ends the thread, after the read that it is in.
     """
 
-    def __init__(self, open_file: Callable[[], Opened], limit: int) -> None:
+    def __init__(self, open_file: Callable[[], FileAndSize], limit: int) -> None:
         """Begin to open and to read.
 
         Args:
@@ -46,7 +46,7 @@ class FileAhead(io.RawIOBase):
             daemon=True,
         ).start()
 
-    def open(self) -> Opened:
+    def open(self) -> FileAndSize:
         """Wait until the file is open; return what reads it, and its size.
 
         Raises:
@@ -84,7 +84,7 @@ class FileAhead(io.RawIOBase):
 
 
 def _read_ahead(
-    open_file: Callable[[], Opened],
+    open_file: Callable[[], FileAndSize],
     opened: Future[tuple[BinaryIO | None, int | None]],
     blocks: Queue[_Block],
     is_closed: threading.Event,

@@ -226,8 +226,8 @@ class FileReader:
         start, _ = self._start(name, skip)
         if start and self.needs_begin:
             return None
-        opened = FileAhead(partial(open_cached, self.cache_dir, name, start), limit)
-        return self(name, skip, opened)
+        file = FileAhead(partial(open_cached, self.cache_dir, name, start), limit)
+        return self(name, skip, file)
 
     def _start(self, name: str, skip: int) -> tuple[int, int]:
         """Return the byte from which a file is read, and how many samples are then left to skip."""

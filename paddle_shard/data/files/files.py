@@ -34,7 +34,7 @@ from paddle_shard.errors import (
 T = TypeVar("T")
 Path = str | os.PathLike[str]
 Paths = Path | Sequence[Path]
-Opened = tuple[BinaryIO, int | None]
+FileAndSize = tuple[BinaryIO, int | None]
 """(file, size of the whole file in bytes, if known)."""
 FileVersion = tuple[str, int, str]
 """(name, size in bytes, version tag) of a file."""
@@ -333,7 +333,7 @@ def identity(names: Sequence[str]) -> list[FileVersion]:
     ]
 
 
-def open_file(name: str, start: int = 0) -> Opened:
+def open_file(name: str, start: int = 0) -> FileAndSize:
     """Open a local path or a URL at a byte; return the file and the size of the whole file in bytes, if known.
 
     A range of a remote file that cannot be read is requested again.

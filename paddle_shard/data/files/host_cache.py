@@ -11,7 +11,7 @@ import shutil
 
 from paddle_shard.data.files.files import (
     BUFFER,
-    Opened,
+    FileAndSize,
     Path,
     base_name,
     is_remote,
@@ -40,7 +40,7 @@ def check_cache_dir(cache_dir: Path | None) -> str | None:
     return folder
 
 
-def open_cached(folder: str | None, name: str, start: int = 0) -> Opened:
+def open_cached(folder: str | None, name: str, start: int = 0) -> FileAndSize:
     """Open a file at a byte; a remote one by its copy in the folder, which is made if there is none.
 
     Args:

@@ -212,10 +212,10 @@ class ShardSource(PartsSource):
         """Yield the samples of each piece; while one is read, the shards of the next two are opened."""
         limit = LIMIT // len(opening.parts)
         begun = ((segment, self._ahead(segment, limit)) for segment in segments)
-        following = deque(islice(begun, 2))
-        while following:
-            following.extend(islice(begun, 1))
-            yield self._piece(*following.popleft(), opening)
+        pieces = deque(islice(begun, 2))
+        while pieces:
+            pieces.extend(islice(begun, 1))
+            yield self._piece(*pieces.popleft(), opening)
 
     def _ahead(self, segment: ShardRange, limit: int) -> Samples | None:
         """Begin to open a shard, if what reads it can do so; return its samples."""
@@ -227,7 +227,7 @@ class ShardSource(PartsSource):
         return samples
 
     def _piece(
-        self, segment: ShardRange, opened: Samples | None, opening: Opening
+        self, segment: ShardRange, samples: Samples | None, opening: Opening
     ) -> Samples:
         """Read a piece of a shard, which may be open."""
         shard, begin, end = segment
@@ -236,7 +236,7 @@ class ShardSource(PartsSource):
         end = length if end is None else end
         offset = begin
         with failures_named(name, "reading sample", lambda: offset):
-            items = iter(opened or self._read(name, begin))
+            items = iter(samples or self._read(name, begin))
             for item in items:
                 if isinstance(item, Exception):
                     if not opening.skip_errors:

@@ -267,7 +267,7 @@ class UserBatches(IndexBatches):
                     num_samples,
                     self.num_data_ranks,
                     self.accumulation,
-                    hint="Only the last batch of an epoch may be short.",
+                    hint="Only a short last batch is padded or dropped, and not by a sampler with drop_last.",
                 )
             except BatchSizeError as error:
                 raise BatchSizeError(

@@ -224,7 +224,7 @@ class _Rounds:
     """See `in_rounds`."""
     source: str
     """See `in_rounds`."""
-    opened: dict[tuple[int, int], dict[int, Samples]] = field(default_factory=dict)
+    open_parts: dict[tuple[int, int], dict[int, Samples]] = field(default_factory=dict)
     """(round, samples that are skipped) -> the parts that are opened there and not read yet."""
 
     def items(self, part: int) -> Rounds:
@@ -243,7 +243,7 @@ class _Rounds:
 
     def _open(self, part: int, place: tuple[int, int]) -> Samples:
         """Return a part of a round; open it with all parts that come to the same place."""
-        if place not in self.opened:
+        if place not in self.open_parts:
             number, skip = place
             parts = tuple(
                 other
@@ -261,9 +261,9 @@ class _Rounds:
                 seen=None if skip else opening.seen,
             )
             samples = zip(parts, self.stage.open(request), strict=True)
-            self.opened[place] = dict(samples)
-        opened = self.opened[place]
-        items = opened.pop(part)
-        if not opened:
-            del self.opened[place]
+            self.open_parts[place] = dict(samples)
+        parts_there = self.open_parts[place]
+        items = parts_there.pop(part)
+        if not parts_there:
+            del self.open_parts[place]
         return items
