@@ -29,6 +29,8 @@ OTHERS = {
     "persistent_workers",
     "nranks",
     "local_rank",
+    "num_replicas",
+    "rank",
     "input_spec",
 }
 """Options of other libraries."""
