@@ -50,15 +50,20 @@ def iterate_with(info: WorkerInfo | None, dataset: IterableOrFunction) -> Sample
     With None, it does not know of the workers, and does not split itself among them: every reader reads the whole
     stream, which is cut later.
     """
-    visible = VisibleWorkerInfo(info)
-    with visible:
+    with VisibleWorkerInfo(info):
         items = iterate(dataset)
-    if all(module._worker_info is info for module in _modules()):
+    outside = [(module, module._worker_info) for module in _modules()]
+    if all(known is info for _, known in outside):
         yield from items  # where no workers read, there is nothing to hide
         return
     while True:
-        with visible:
+        for module, _ in outside:  # no `with`: it takes as long as a small sample
+            module._worker_info = info
+        try:
             item = next(items, _END)
+        finally:
+            for module, known in outside:
+                module._worker_info = known
         if item is _END:
             return
         yield item
