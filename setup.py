@@ -23,7 +23,8 @@ GRAIN = ["grain>=0.2.18; python_version >= '3.11'"]  # which has none for 3.10
 S3 = ["s3fs"]
 ELASTIC = [
     "etcd3"
-]  # of Paddle's launcher; launch/elastic.sh sets what it needs beside a newer protobuf
+    # of Paddle's launcher; launch/elastic.sh sets what it needs beside a newer protobuf
+]
 # All of them; the tests of what is not installed are skipped.
 SOURCES = [*WEBDATASET, *PARQUET, *HUGGINGFACE, *GRAIN, *S3]
 METRICS = ["prometheus-client>=0.20"]
@@ -50,7 +51,9 @@ setup(
     author="The paddle_shard authors",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    project_urls={"Source": URL, "Changes": f"{URL}/CHANGELOG.md"} if URL else {},
+    project_urls={"Source": URL, "Changes": f"{URL}/CHANGELOG.md"}
+    if URL
+    else {},
     keywords=[
         "paddlepaddle",
         "data loading",

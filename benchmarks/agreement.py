@@ -20,7 +20,12 @@ import numpy as np
 from common import busy, machine, print_table, print_target
 from price import COMPUTE_SECONDS, make_digits, make_work
 
-NONE, LOCAL, ALONE, AGREED = "no loader", "paddle.io.DataLoader", "alone", "agreed"
+NONE, LOCAL, ALONE, AGREED = (
+    "no loader",
+    "paddle.io.DataLoader",
+    "alone",
+    "agreed",
+)
 ROWS, STEPS, SKIPPED, ROUNDS = 16, 100, 20, 9
 """Rows of a rank's batch; steps that are counted; steps before them; rounds."""
 AT_MOST = 1.3
@@ -84,7 +89,8 @@ def run_rank(kind, prefetch):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--kind", choices=["map", "stream"], default="map")
@@ -117,17 +123,23 @@ def main():
         cells = [f"{added[name]:,.0f}" for name in (LOCAL, ALONE, AGREED)]
         lines.append([str(num_ranks), *cells, ratio])
     title = f"Microseconds of processor time that a loader adds to a step of {COMPUTE_SECONDS * 1e3:g} ms on a rank"
-    print_table(title, ["ranks", LOCAL, ALONE, AGREED, "agreed to alone"], lines)
+    print_table(
+        title, ["ranks", LOCAL, ALONE, AGREED, "agreed to alone"], lines
+    )
     if sums[ALONE]:
         total = sums[AGREED] / sums[ALONE]
         print_target(
-            f"agreed: at most {AT_MOST} x alone", f"{total:.2f} x", total <= AT_MOST
+            f"agreed: at most {AT_MOST} x alone",
+            f"{total:.2f} x",
+            total <= AT_MOST,
         )
     print(busy())
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
-        run_rank(sys.argv[2], None if sys.argv[3] == "None" else int(sys.argv[3]))
+        run_rank(
+            sys.argv[2], None if sys.argv[3] == "None" else int(sys.argv[3])
+        )
     else:
         main()

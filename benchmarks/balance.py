@@ -10,7 +10,15 @@ the mean of a lower bound, the larger of 1 and that row with the cheapest others
 import sys
 
 import numpy as np
-from common import busy, in_turns, machine, print_table, print_target, seconds, time_of
+from common import (
+    busy,
+    in_turns,
+    machine,
+    print_table,
+    print_target,
+    seconds,
+    time_of,
+)
 
 from paddle_shard.plan.balance import assign_rows, loads
 
@@ -99,7 +107,9 @@ def main():
     first = next(iter(COSTS))
     mean, cost = found[first, "balance= (ours)"]
     print_target(
-        "largest over mean at most 1.02 on lengths", f"{mean:.3f}", bool(mean <= 1.02)
+        "largest over mean at most 1.02 on lengths",
+        f"{mean:.3f}",
+        bool(mean <= 1.02),
     )
     print_target("under 100 us a step", time_of(cost), bool(cost < 100e-6))
 

@@ -28,7 +28,9 @@ def samples_of_step(plan, step: int):
 def machine() -> str:
     packages = ("numpy", "paddlepaddle", "paddlepaddle-gpu", "torch", "grain")
     found = [
-        f"{name} {package_version(name)}" for name in packages if package_version(name)
+        f"{name} {package_version(name)}"
+        for name in packages
+        if package_version(name)
     ]
     return (
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
@@ -63,10 +65,14 @@ def busy() -> str:
     return "load average not known"
 
 
-def print_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(
+    title: str, head: Sequence[str], rows: Iterable[Sequence[str]]
+) -> None:
     """In Markdown, padded so that it reads in a terminal too."""
     lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    widths = [
+        max(len(line[column]) for line in lines) for column in range(len(head))
+    ]
     text = [
         "| "
         + " | ".join(
@@ -88,12 +94,19 @@ def print_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) 
 
 
 def print_target(what: str, seen: str, reached: bool) -> None:
-    print(f"- {what}: {seen}: {'reached' if reached else 'NOT reached'}", flush=True)
+    print(
+        f"- {what}: {seen}: {'reached' if reached else 'NOT reached'}",
+        flush=True,
+    )
 
 
 def time_of(value: float) -> str:
     unit, scale = (
-        ("s", 1) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("us", 1e6)
+        ("s", 1)
+        if value >= 1
+        else ("ms", 1e3)
+        if value >= 1e-3
+        else ("us", 1e6)
     )
     return f"{value * scale:.3g} {unit}"
 

@@ -50,7 +50,9 @@ class ByHand:
 
     def __init__(self, size, steps):
         self.steps, self.place = steps, paddle.device._convert_to_place(DEVICE)
-        rows = [np.zeros((ROWS, size // ROWS // 4), "float32") for _ in range(4)]
+        rows = [
+            np.zeros((ROWS, size // ROWS // 4), "float32") for _ in range(4)
+        ]
         self.batches = [
             [self.on_host(one), self.on_host(np.arange(ROWS))] for one in rows
         ]
@@ -77,7 +79,9 @@ def epochs(loader, plugin, stream, host, device):
             ends.append(time.perf_counter())
         plugin.standin_wait(stream)
         found.append(
-            (time.perf_counter() - ends[SKIPPED - 1]) * 1000 / (len(ends) - SKIPPED)
+            (time.perf_counter() - ends[SKIPPED - 1])
+            * 1000
+            / (len(ends) - SKIPPED)
         )
     return found
 
@@ -90,7 +94,9 @@ def main():
     parser.add_argument("--steps", type=int, default=65)
     chosen = parser.parse_args()
     paddle.set_device(DEVICE)
-    plugin = ctypes.CDLL(str(Path(os.environ["CUSTOM_DEVICE_ROOT"]) / "libstandin.so"))
+    plugin = ctypes.CDLL(
+        str(Path(os.environ["CUSTOM_DEVICE_ROOT"]) / "libstandin.so")
+    )
     plugin.standin_work.argtypes = [ctypes.c_void_p, ctypes.c_long]
     plugin.standin_wait.argtypes = [ctypes.c_void_p]
     stream = paddle.device.current_stream(DEVICE).stream_base.raw_stream
@@ -106,7 +112,9 @@ def main():
     ]
     print(
         "|",
-        " | ".join([*columns, "ours / bare", "ours / by hand", "ours / Paddle"]),
+        " | ".join(
+            [*columns, "ours / bare", "ours / by hand", "ours / Paddle"]
+        ),
         "|",
     )
     print("|---" * (len(columns) + 3) + "|")
@@ -137,7 +145,10 @@ def main():
                             epochs(loaders[who], plugin, stream, host, device)
                         )
                 medians = {
-                    who: [statistics.median(one) for one in zip(*rounds, strict=True)]
+                    who: [
+                        statistics.median(one)
+                        for one in zip(*rounds, strict=True)
+                    ]
                     for who, rounds in taken.items()
                 }
                 paddles, ours, by_hand = (
@@ -150,7 +161,8 @@ def main():
                     for one in ([bare], [by_hand], paddles, ours)
                 ]
                 behind = max(
-                    mine / theirs for mine, theirs in zip(ours, paddles, strict=True)
+                    mine / theirs
+                    for mine, theirs in zip(ours, paddles, strict=True)
                 )
                 ratios = [
                     f"{ratio:.2f}"

@@ -61,7 +61,9 @@ def run_hub(num_ranks, has_notes, pipe):
 
     ranks = range(num_ranks)
     port = pipe.recv()
-    network = TcpNetwork(0, ranks, "127.0.0.1", KEY, open_store(port, is_owner=False))
+    network = TcpNetwork(
+        0, ranks, "127.0.0.1", KEY, open_store(port, is_owner=False)
+    )
     member = make_member(0, Hub(ranks))
     coordinator = Coordinator(KEY, member, network, end_process=os.abort)
     start = time.perf_counter()
@@ -101,7 +103,9 @@ def play_ranks(num_ranks, has_notes, pipe):
         lines = "".join(f"{json.dumps(message)}\n" for message in messages)
         peers[index].sendall(lines.encode())
         with contextlib.suppress(BlockingIOError):
-            while len(peers[index].recv(1 << 20, socket.MSG_DONTWAIT)) == 1 << 20:
+            while (
+                len(peers[index].recv(1 << 20, socket.MSG_DONTWAIT)) == 1 << 20
+            ):
                 pass
 
     for index in range(num_ranks - 1):
@@ -152,9 +156,12 @@ def measure(num_ranks, *, has_notes):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[8, 64, 256, 1024]
+    )
     options = parser.parse_args()
     print(machine(), busy(), sep="; ")
     rows, worst = [], 0.0
@@ -184,7 +191,9 @@ def main():
         ],
         rows,
     )
-    print_target(f"at most {AT_MOST:.0%} of a core", f"{worst:.1%}", worst <= AT_MOST)
+    print_target(
+        f"at most {AT_MOST:.0%} of a core", f"{worst:.1%}", worst <= AT_MOST
+    )
     print(busy())
 
 

@@ -18,7 +18,9 @@ SIZE, ROUNDS, NUM_IMAGES = (500, 375), 9, 40
 
 def make_image():
     rng = np.random.default_rng(0)
-    small = rng.integers(0, 256, (SIZE[1] // 5, SIZE[0] // 5, 3), dtype=np.uint8)
+    small = rng.integers(
+        0, 256, (SIZE[1] // 5, SIZE[0] // 5, 3), dtype=np.uint8
+    )
     image = Image.fromarray(small).resize(SIZE, Image.Resampling.BICUBIC)
     file = io.BytesIO()
     image.save(file, "JPEG", quality=90)
@@ -56,7 +58,9 @@ def decoders():
         torch.set_num_threads(1)
 
         def decode_by_torchvision(data):
-            tensor = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            tensor = decode_jpeg(
+                torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            )
             return tensor.permute(1, 2, 0).numpy()
 
         found["torchvision"] = decode_by_torchvision
@@ -82,7 +86,9 @@ def main():
         [name, f"{1e3 * seconds:.2f}", f"{1 / seconds:,.0f}"]
         for name, seconds in sorted(best.items(), key=lambda pair: pair[1])
     ]
-    print_table("A JPEG image on one core", ["decoder", "ms", "images a second"], rows)
+    print_table(
+        "A JPEG image on one core", ["decoder", "ms", "images a second"], rows
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,15 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from common import busy, machine, print_table, print_target, ratio_of, seconds, time_of
+from common import (
+    busy,
+    machine,
+    print_table,
+    print_target,
+    ratio_of,
+    seconds,
+    time_of,
+)
 from peers import (
     BATCHED,
     OURS,
@@ -47,7 +55,13 @@ COMPUTE, READ, STEPS, STEP_BATCH = 0.010, 0.008, 50, 8
 PAUSE, PAUSE_EVERY, PAUSED_STEPS = 0.08, 120, 150
 """Seconds that one sample in so many takes longer, and steps for that."""
 PAUSES = f"sleep; one sample in {PAUSE_EVERY} takes {PAUSE * 1e3:g} ms more"
-STEP_KINDS = (("sleep", 0), ("sleep", 2), (PAUSES, 2), ("matmul", 0), ("matmul", 2))
+STEP_KINDS = (
+    ("sleep", 0),
+    ("sleep", 2),
+    (PAUSES, 2),
+    ("matmul", 0),
+    ("matmul", 2),
+)
 """(the step, workers)"""
 
 
@@ -62,7 +76,9 @@ class Rank:
 
         self.folder = folder
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.mesh = dist.ProcessMesh(np.arange(self.num_ranks), dim_names=["dp"])
+        self.mesh = dist.ProcessMesh(
+            np.arange(self.num_ranks), dim_names=["dp"]
+        )
         self.options = inspect.signature(
             __import__("paddle_shard").shard_dataloader
         ).parameters
@@ -88,7 +104,11 @@ class Rank:
 
     def only(self, **options):
         """Those options that this version of `shard_dataloader` has."""
-        return {name: value for name, value in options.items() if name in self.options}
+        return {
+            name: value
+            for name, value in options.items()
+            if name in self.options
+        }
 
 
 def throughput(here):
@@ -130,7 +150,10 @@ class APass:
         iterator = open_pass(*self.args)
         self.first = first_numbers(next(iterator))
         advance(iterator, self.work.passed)
-        took = seconds(lambda: advance(iterator, self.work.steps)) / self.work.steps
+        took = (
+            seconds(lambda: advance(iterator, self.work.steps))
+            / self.work.steps
+        )
         end_pass(iterator)
         return took
 
@@ -160,20 +183,28 @@ def price(here):
             )
             steps = work.steps + work.passed
             lists = [
-                loader.plan.indices(epoch=0, step=s, data_rank=here.rank).tolist()
+                loader.plan.indices(
+                    epoch=0, step=s, data_rank=here.rank
+                ).tolist()
                 for s in range(steps)
             ]
-            how = HowToRead(generators=generators_of(None), compared=here.num_ranks > 1)
+            how = HowToRead(
+                generators=generators_of(None), compared=here.num_ranks > 1
+            )
             place, reader = paddle.CPUPlace(), IdReader(dataset, None, how)
 
             def bare(indices, dataset=dataset, kind=kind, place=place):
                 if kind == "batched":
-                    return paddle.to_tensor(dataset.__getitems__(indices), place=place)
+                    return paddle.to_tensor(
+                        dataset.__getitems__(indices), place=place
+                    )
                 return paddle.to_tensor(
                     np.stack([dataset[index] for index in indices]), place=place
                 )
 
-            def by_reader(indices, reader=reader, place=place, size=work.batch_size):
+            def by_reader(
+                indices, reader=reader, place=place, size=work.batch_size
+            ):
                 step = Step(
                     epoch=0,
                     number=0,
@@ -182,10 +213,14 @@ def price(here):
                     num_positions=size,
                     ids=indices,
                 )
-                return paddle.to_tensor(reader.read(step, None).value, place=place)
+                return paddle.to_tensor(
+                    reader.read(step, None).value, place=place
+                )
 
             measures = {
-                "loader": lambda loader=loader, work=work: one_pass(loader, work),
+                "loader": lambda loader=loader, work=work: one_pass(
+                    loader, work
+                ),
                 "bare": lambda bare=bare, lists=lists, work=work: one_pass(
                     map(bare, lists), work
                 ),
@@ -193,7 +228,9 @@ def price(here):
                     map(by, lists), work
                 ),
             }
-            found[f"{WORKLOADS.index(work)}|{kind}"] = here.in_turns(measures, 9)
+            found[f"{WORKLOADS.index(work)}|{kind}"] = here.in_turns(
+                measures, 9
+            )
     return found
 
 
@@ -274,7 +311,9 @@ def step_time(here):
             **({} if slow.pauses else here.only(prefetch=2)),
         )
         given = batch_sampler(ours.plan, here.rank, len(slow) // STEP_BATCH)
-        paddles = paddle.io.DataLoader(slow, batch_sampler=given, num_workers=workers)
+        paddles = paddle.io.DataLoader(
+            slow, batch_sampler=given, num_workers=workers
+        )
         measures = {
             OURS: lambda loader=ours, work=work: mean_step(loader, work),
             PADDLE: lambda loader=paddles, work=work: mean_step(loader, work),
@@ -319,7 +358,9 @@ def rank(folder, parts):
 
 def medians(reports, part, key=None):
     """{what: median over the rounds of the slower rank}."""
-    found = [report[part] if key is None else report[part][key] for report in reports]
+    found = [
+        report[part] if key is None else report[part][key] for report in reports
+    ]
     return {
         what: float(np.median(np.max([one[what] for one in found], axis=0)))
         for what in found[0]
@@ -342,11 +383,14 @@ def print_throughput(reports, num_ranks):
                     continue
                 ratio = took[PADDLE] / took[peer]
                 ratios[work.name, work.batch_size, workers, peer] = ratio
-                cells.append(f"{work.batch_size / took[peer]:,.0f} ({ratio_of(ratio)})")
+                cells.append(
+                    f"{work.batch_size / took[peer]:,.0f} ({ratio_of(ratio)})"
+                )
             rows.append((work.name, str(work.batch_size), str(workers), *cells))
     reasons = {peer: why_not(peer) for peer in PEERS}
     heads = [
-        peer if reasons[peer] is None else f"{peer}: {reasons[peer]}" for peer in PEERS
+        peer if reasons[peer] is None else f"{peer}: {reasons[peer]}"
+        for peer in PEERS
     ]
     print_table(
         f"1. Samples per second of all ranks, {processes(num_ranks)}, random order, and (how many times {PADDLE})",
@@ -392,7 +436,9 @@ def print_price(reports, num_ranks):
                 time_of(took["reader"]),
             )
             differences = (f"{value * 1e6:.0f} us" for value in apart.values())
-            rows.append((work.name, str(work.batch_size), kind, *shown, *differences))
+            rows.append(
+                (work.name, str(work.batch_size), kind, *shown, *differences)
+            )
     print_table(
         f"2. The price of sharding and placing a batch, {processes(num_ranks)}, no workers",
         (

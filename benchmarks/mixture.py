@@ -67,7 +67,9 @@ def by_ours(weights):
     names = [str(source) for source in range(len(weights))]
     sources = {name: Rows(number, 10**7) for number, name in enumerate(names)}
     mixture = Mixture(
-        sources, dict(zip(names, weights.tolist(), strict=True)), num_samples=DRAWS
+        sources,
+        dict(zip(names, weights.tolist(), strict=True)),
+        num_samples=DRAWS,
     )
     order = mixture.ordering(Shuffled()).order(DRAWS, 0, 0, 1)
     return np.array(
@@ -79,7 +81,8 @@ def by_grain(weights):
     import grain
 
     datasets = [
-        grain.MapDataset.source(Rows(number, 10**7)) for number in range(len(weights))
+        grain.MapDataset.source(Rows(number, 10**7))
+        for number in range(len(weights))
     ]
     mixed = grain.MapDataset.mix(datasets, weights=weights.tolist())
     return np.array([mixed[at] for at in range(DRAWS)])
@@ -126,15 +129,24 @@ def drift(sources, weights):
     worst = 0.0
     for first in range(0, DRAWS, 1000):
         share = np.outer(np.arange(first + 1, first + 1001), weights)
-        worst = max(worst, float(np.abs(counts[first : first + 1000] - share).max()))
+        worst = max(
+            worst, float(np.abs(counts[first : first + 1000] - share).max())
+        )
     return worst
 
 
 def drifts():
     rows, peers, reached = [], present(), True
-    for num, kind in ((2, "uneven"), (10, "uneven"), (100, "equal"), (100, "uneven")):
+    for num, kind in (
+        (2, "uneven"),
+        (10, "uneven"),
+        (100, "equal"),
+        (100, "uneven"),
+    ):
         weights = weights_of(num, kind)
-        found = {name: drift(draw(weights), weights) for name, draw in peers.items()}
+        found = {
+            name: drift(draw(weights), weights) for name, draw in peers.items()
+        }
         bound = 1 - 1 / (2 * num - 2)
         reached &= (
             found[OURS] <= bound + DRAWS * 2**-20
@@ -147,7 +159,9 @@ def drifts():
             ]
         )
     print_table(
-        f"Drift over {DRAWS} draws, in samples", ["sources", "our bound", *peers], rows
+        f"Drift over {DRAWS} draws, in samples",
+        ["sources", "our bound", *peers],
+        rows,
     )
     print_target(
         "drift at most the bound, and the rounding of the weights (2^-20 a draw)",
@@ -204,7 +218,10 @@ def costs():
     mixture = large()
     order = mixture.ordering(Shuffled()).order(len(mixture), 0, 0, 1)
     plain = ShardPlan(
-        num_samples=len(mixture), batch_size=1024, num_data_ranks=8, shuffle=True
+        num_samples=len(mixture),
+        batch_size=1024,
+        num_data_ranks=8,
+        shuffle=True,
     ).order(epoch=0)
     whole = seconds(lambda: order(np.array([len(mixture) - 1])))
     positions = len(mixture) // 2 + np.arange(BLOCK)
@@ -222,7 +239,11 @@ def costs():
         ["", "median", "best"],
         [
             ["making the Mixture", time_of(construct), ""],
-            ["first batch of 1,024", time_of(sorted(taken)[2]), time_of(min(taken))],
+            [
+                "first batch of 1,024",
+                time_of(sorted(taken)[2]),
+                time_of(min(taken)),
+            ],
             ["the worst position for a resume: once", time_of(whole), ""],
             ["allocated up to the first batch", f"{memory / 1e6:.1f} MB", ""],
             *(
@@ -232,11 +253,15 @@ def costs():
         ],
     )
     print_target(
-        "first batch under 150 ms", time_of(sorted(taken)[2]), sorted(taken)[2] < 0.15
+        "first batch under 150 ms",
+        time_of(sorted(taken)[2]),
+        sorted(taken)[2] < 0.15,
     )
     print_target("memory under 50 MB", f"{memory / 1e6:.1f} MB", memory < 50e6)
     print_target(
-        "under 2 us an index in blocks", f"{found[OURS]:.1f} ns", found[OURS] < 2000
+        "under 2 us an index in blocks",
+        f"{found[OURS]:.1f} ns",
+        found[OURS] < 2000,
     )
 
 

@@ -85,7 +85,9 @@ def first_batch_of(peer, num_samples):
         numbers = Numbers(num_samples)
         return lambda: next(
             iter(
-                DistributedBatchSampler(numbers, PER_RANK, DATA_RANKS, 0, shuffle=True)
+                DistributedBatchSampler(
+                    numbers, PER_RANK, DATA_RANKS, 0, shuffle=True
+                )
             )
         )
     if peer == NUMPY:
@@ -98,7 +100,10 @@ def first_batch_of(peer, num_samples):
 
         numbers = Numbers(num_samples)
         return lambda: list(
-            islice(DistributedSampler(numbers, DATA_RANKS, 0, shuffle=True), PER_RANK)
+            islice(
+                DistributedSampler(numbers, DATA_RANKS, 0, shuffle=True),
+                PER_RANK,
+            )
         )
     from grain.experimental import index_shuffle
 
@@ -116,7 +121,9 @@ def peak_memory(reset=False):
                 file.write("5")
         with open("/proc/self/status") as file:
             return next(
-                int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")
+                int(line.split()[1]) * 1024
+                for line in file
+                if line.startswith("VmHWM")
             )
     except OSError:
         return float("nan")
@@ -193,7 +200,9 @@ def first_batch():
                     (
                         name,
                         peer,
-                        why_not.get((peer, num_samples), "skipped: not installed"),
+                        why_not.get(
+                            (peer, num_samples), "skipped: not installed"
+                        ),
                         "",
                         "",
                         "",
@@ -227,7 +236,9 @@ def first_batch():
     )
     small, large = found[OURS, MILLION], found[OURS, BILLION]
     print_target(
-        "first batch at 1e9 under 5 ms", time_of(large["time"]), large["time"] < 5e-3
+        "first batch at 1e9 under 5 ms",
+        time_of(large["time"]),
+        large["time"] < 5e-3,
     )
     for name, one in (("1e9", large), ("1e6", small)):
         print_target(
@@ -259,9 +270,9 @@ def block_cost(num_samples, calls=15):
     def measure():
         # the measure before may have emptied the caches
         samples_of_step(plan, 0)
-        return seconds(lambda: [samples_of_step(plan, step) for step in steps]) / (
-            calls * BLOCK
-        )
+        return seconds(
+            lambda: [samples_of_step(plan, step) for step in steps]
+        ) / (calls * BLOCK)
 
     return measure
 
@@ -270,7 +281,9 @@ def shuffle_cost(num_samples, calls=15):
     from paddle_shard.plan.shuffle import permutation
 
     shuffle = permutation(num_samples, "order", 0, 0)
-    starts = [(num_samples - BLOCK) // calls * number for number in range(calls)]
+    starts = [
+        (num_samples - BLOCK) // calls * number for number in range(calls)
+    ]
 
     def measure():
         shuffle.between(0, BLOCK)
@@ -290,19 +303,24 @@ def small_batch_cost(num_samples, data_ranks, calls=512):
         num_data_ranks=data_ranks,
         shuffle=True,
     )
-    steps = [(plan.num_steps // 3 + number) % plan.num_steps for number in range(calls)]
+    steps = [
+        (plan.num_steps // 3 + number) % plan.num_steps
+        for number in range(calls)
+    ]
 
     def measure():
-        return seconds(lambda: [samples_of_step(plan, step) for step in steps]) / (
-            calls * 32
-        )
+        return seconds(
+            lambda: [samples_of_step(plan, step) for step in steps]
+        ) / (calls * 32)
 
     return measure
 
 
 def numpy_cost(num_samples):
     generator = np.random.default_rng(0)
-    return lambda: seconds(lambda: generator.permutation(num_samples)) / num_samples
+    return lambda: (
+        seconds(lambda: generator.permutation(num_samples)) / num_samples
+    )
 
 
 def grain_cost(num_samples, calls=8192):
@@ -310,7 +328,9 @@ def grain_cost(num_samples, calls=8192):
 
     def run():
         for i in range(calls):
-            index_shuffle(i, max_index=num_samples - 1, seed=0, rounds=GRAIN_ROUNDS)
+            index_shuffle(
+                i, max_index=num_samples - 1, seed=0, rounds=GRAIN_ROUNDS
+            )
 
     return lambda: seconds(run) / calls
 
@@ -328,10 +348,16 @@ def per_index():
     measures, of_5e7 = {("1e6", NUMPY): numpy_cost(MILLION)}, {}
     for name, size in sizes.items():
         row = of_5e7 if name == "5e7" else measures
-        row[name, "block"], row[name, "shuffle"] = block_cost(size), shuffle_cost(size)
+        row[name, "block"], row[name, "shuffle"] = (
+            block_cost(size),
+            shuffle_cost(size),
+        )
         if name in ("1e6", "1e9"):
             row.update(
-                {(name, ranks): small_batch_cost(size, ranks) for ranks in small_ranks}
+                {
+                    (name, ranks): small_batch_cost(size, ranks)
+                    for ranks in small_ranks
+                }
             )
         if not missing(GRAIN):
             row[name, GRAIN] = grain_cost(size)
@@ -350,7 +376,9 @@ def per_index():
             if value is None:
                 return ""
             return f"{value * 1e9:,.1f} ns" + (
-                "" if key in ("block", "shuffle") else f" ({ratio_of(value / ours)})"
+                ""
+                if key in ("block", "shuffle")
+                else f" ({ratio_of(value / ours)})"
             )
 
         rows.append(
@@ -370,8 +398,13 @@ def per_index():
             "ours, in blocks",
             "the shuffle in it",
             "numpy permutation of all",
-            *(f"ours, 32 of a batch of {32 * ranks:,}" for ranks in small_ranks),
-            "grain, one by one" if not missing(GRAIN) else "grain: not installed",
+            *(
+                f"ours, 32 of a batch of {32 * ranks:,}"
+                for ranks in small_ranks
+            ),
+            "grain, one by one"
+            if not missing(GRAIN)
+            else "grain: not installed",
         ),
         rows,
     )
@@ -409,7 +442,9 @@ def resume():
         return paddle.io.DataLoader(data, batch_size=RESUME_BATCH, shuffle=True)
 
     loader = paddle_shard.shard_dataloader(given(), mesh, shard_dims="dp")
-    positions = {f"{percent} %": STEPS * percent // 100 for percent in (1, 50, 99)}
+    positions = {
+        f"{percent} %": STEPS * percent // 100 for percent in (1, 50, 99)
+    }
 
     # A state from a loader that was iterated, and that it continues with the batch which comes next there.
     iterator = iter(loader)
@@ -445,7 +480,9 @@ def resume():
 
             found = []
             took = seconds(go_on)
-            wanted = loader.plan.indices(epoch=state["epoch"], step=step, data_rank=0)
+            wanted = loader.plan.indices(
+                epoch=state["epoch"], step=step, data_rank=0
+            )
             assert (found[0].numpy() == wanted.astype(np.float32)).all()
             return took
 
@@ -454,7 +491,8 @@ def resume():
     def steps_of(iterable):
         def measure():
             iterator = iter(iterable)
-            next(iterator)  # what is done once is left out, in favour of the replay
+            # what is done once is left out, in favour of the replay
+            next(iterator)
             return (
                 seconds(lambda: [next(iterator) for _ in range(REPLAYED)])
                 / REPLAYED
@@ -467,7 +505,9 @@ def resume():
     sampler = paddle.io.DistributedBatchSampler(
         data, RESUME_BATCH, num_replicas=1, rank=0, shuffle=True
     )
-    resumes = in_turns({name: resume_at(step) for name, step in positions.items()}, 41)
+    resumes = in_turns(
+        {name: resume_at(step) for name, step in positions.items()}, 41
+    )
     replays = in_turns(
         {
             "paddle_shard loader": steps_of(fresh),

@@ -75,7 +75,9 @@ def by_grain(kind):
         return sum(
             1
             for _ in packer(
-                source, length_struct={"input_ids": LENGTH}, num_packing_bins=BINS
+                source,
+                length_struct={"input_ids": LENGTH},
+                num_packing_bins=BINS,
             )
         )
 
@@ -104,7 +106,9 @@ def main():
     if importlib.util.find_spec("grain") is None:
         print("grain is not installed and left out.")
         peers = {
-            name: rows for name, rows in peers.items() if name not in (FIRST, BEST)
+            name: rows
+            for name, rows in peers.items()
+            if name not in (FIRST, BEST)
         }
     lengths = log_normal(DOCUMENTS)
     documents = [np.arange(n) for n in lengths.tolist()]
@@ -121,7 +125,8 @@ def main():
 
     found = in_turns({name: measured(name) for name in peers}, 5)
     padding = {
-        name: 1 - lengths.sum() / (rows * LENGTH) for name, rows in num_rows.items()
+        name: 1 - lengths.sum() / (rows * LENGTH)
+        for name, rows in num_rows.items()
     }
     print_table(
         f"{DOCUMENTS} documents, log-normal (median 400, sigma 1), rows of {LENGTH}",
@@ -146,7 +151,9 @@ def main():
             "best fit decreasing, one by one": lambda: seconds(
                 lambda: [best_fit(window) for window in windows]
             ),
-            "all of Packing": lambda: seconds(lambda: Packing(plan, LENGTH, WINDOW)),
+            "all of Packing": lambda: seconds(
+                lambda: Packing(plan, LENGTH, WINDOW)
+            ),
         },
         5,
     )
@@ -172,7 +179,9 @@ def main():
     seen = 1 - tokens / (ours * LENGTH)
     print_target("padding at most 0.3 %", f"{seen:.3%}", seen <= 0.003)
     cost = times["in rounds (ours)"] / len(plan) * 1e6
-    print_target("at most 0.3 us a document to plan", f"{cost:.3f} us", cost <= 0.3)
+    print_target(
+        "at most 0.3 us a document to plan", f"{cost:.3f} us", cost <= 0.3
+    )
 
 
 if __name__ == "__main__":

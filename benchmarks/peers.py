@@ -25,7 +25,10 @@ def why_not(peer, workers=0):
     package = {TORCH: "torch", GRAIN: "grain"}.get(peer)
     if package is not None and package_version(package) is None:
         return "skipped: not installed"
-    if peer == SHARDED and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
+    if peer == SHARDED and tuple(map(int, np.__version__.split(".")[:2])) >= (
+        2,
+        4,
+    ):
         return f"skipped: fails on numpy {np.__version__}, works below 2.4"
     return None
 
@@ -39,7 +42,9 @@ def sharded(dataset, work_batch_size, workers, mesh, **options):
     given = paddle.io.DataLoader(
         dataset, batch_size=work_batch_size, shuffle=True, num_workers=workers
     )
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
+    return paddle_shard.shard_dataloader(
+        given, mesh, shard_dims="dp", **options
+    )
 
 
 def batch_sampler(plan, rank, steps):
@@ -76,16 +81,24 @@ def open_pass(peer, work, rows, workers, mesh, rank, num_ranks):
     if peer == BATCHED:
         return iter(
             sharded(
-                paddle_shard.ArrayDataset(rows.rows), work.batch_size, workers, mesh
+                paddle_shard.ArrayDataset(rows.rows),
+                work.batch_size,
+                workers,
+                mesh,
             )
         )
     if peer in (PADDLE, BARE):
         plan = sharded(rows, work.batch_size, 0, mesh).plan
         given = batch_sampler(
-            plan, rank, min(work.passed + work.steps + READ_AHEAD, plan.num_steps)
+            plan,
+            rank,
+            min(work.passed + work.steps + READ_AHEAD, plan.num_steps),
         )
         if peer == BARE:
-            place, dataset = paddle.CPUPlace(), paddle_shard.ArrayDataset(rows.rows)
+            place, dataset = (
+                paddle.CPUPlace(),
+                paddle_shard.ArrayDataset(rows.rows),
+            )
             return (
                 paddle.to_tensor(dataset.__getitems__(indices), place=place)
                 for indices in given
@@ -104,7 +117,9 @@ def open_pass(peer, work, rows, workers, mesh, rank, num_ranks):
 
         order = DistributedSampler(rows, num_ranks, rank, shuffle=True)
         return iter(
-            DataLoader(rows, batch_size=local, sampler=order, num_workers=workers)
+            DataLoader(
+                rows, batch_size=local, sampler=order, num_workers=workers
+            )
         )
     import grain.python as grain
 
@@ -139,6 +154,6 @@ def first_numbers(batch):
         local = local[0]
     if hasattr(local, "is_dist") and local.is_dist():
         local = local._local_value()
-    return np.asarray(local.numpy() if hasattr(local, "numpy") else local).reshape(
-        len(local), -1
-    )[:, 0]
+    return np.asarray(
+        local.numpy() if hasattr(local, "numpy") else local
+    ).reshape(len(local), -1)[:, 0]

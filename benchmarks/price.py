@@ -129,7 +129,9 @@ def make_iterable(num_rows):
     class DigitStream(paddle.io.IterableDataset):
         def __iter__(self):
             info = paddle.io.get_worker_info()
-            worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+            worker, num_workers = (
+                (info.id, info.num_workers) if info else (0, 1)
+            )
             for index in range(worker, num_rows, num_workers):
                 yield digits[index]
 
@@ -151,7 +153,9 @@ def make_work(kind):
             total += number
 
     piece = count if kind == "python" else multiply
-    repeats = max(1, round(COMPUTE_SECONDS / min(seconds(piece) for _ in range(200))))
+    repeats = max(
+        1, round(COMPUTE_SECONDS / min(seconds(piece) for _ in range(200)))
+    )
 
     def work():
         np.add(memory, 1.0, out=memory)
@@ -176,7 +180,10 @@ def make_loaders(row, mesh):
 
     def given():
         return paddle.io.DataLoader(
-            digits, batch_size=row.batch_size, shuffle=True, num_workers=row.num_workers
+            digits,
+            batch_size=row.batch_size,
+            shuffle=True,
+            num_workers=row.num_workers,
         )
 
     local_sampler = paddle.io.DistributedBatchSampler(
@@ -333,7 +340,8 @@ def run_rank(rows, row_seconds):
 def busy_processes(num_processes):
     code = "while True: pass"
     processes = [
-        subprocess.Popen([sys.executable, "-c", code]) for _ in range(num_processes)
+        subprocess.Popen([sys.executable, "-c", code])
+        for _ in range(num_processes)
     ]
     try:
         yield
@@ -351,11 +359,15 @@ def prices(reports, row):
     ]
     added = {
         name: float(
-            np.median(np.max([rank[name] - rank[NONE] for rank in taken], axis=0))
+            np.median(
+                np.max([rank[name] - rank[NONE] for rank in taken], axis=0)
+            )
         )
         for name in (LOCAL, SHARDED, OURS)
     }
-    return added, float(np.median(np.max([rank[NONE] for rank in taken], axis=0)))
+    return added, float(
+        np.median(np.max([rank[NONE] for rank in taken], axis=0))
+    )
 
 
 def price_ratio(ours, peer):
@@ -381,7 +393,9 @@ def print_prices(rows, reports, result):
             for ratio in (to_sharded, to_local)
         ]
         counts = [str(row.batch_size), str(row.num_workers), str(row.num_ranks)]
-        lines.append([row.kind, *counts, f"{alone * 1e3:.2f} ms", *cells, *ratios])
+        lines.append(
+            [row.kind, *counts, f"{alone * 1e3:.2f} ms", *cells, *ratios]
+        )
     head = [
         "step",
         "batch",
@@ -400,7 +414,9 @@ def print_prices(rows, reports, result):
         ("ours/local", LOCAL, AT_MOST_LOCAL),
     ):
         ratios = [
-            result[row.name][key] for row in rows if not np.isnan(result[row.name][key])
+            result[row.name][key]
+            for row in rows
+            if not np.isnan(result[row.name][key])
         ]
         if ratios:
             num_reached = sum(ratio <= limit for ratio in ratios)
@@ -450,7 +466,9 @@ def print_bare(rows, reports, result):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--busy", action="store_true", help="beside two busy processes")
+    parser.add_argument(
+        "--busy", action="store_true", help="beside two busy processes"
+    )
     parser.add_argument(
         "--only",
         default="",
@@ -484,7 +502,12 @@ def main():
         tempfile.TemporaryDirectory() as folder,
     ):
         for num_ranks in sorted({row.num_ranks for row in rows}):
-            arguments = ["rank", str(num_ranks), options.only, str(options.seconds)]
+            arguments = [
+                "rank",
+                str(num_ranks),
+                options.only,
+                str(options.seconds),
+            ]
             logs = Path(folder, str(num_ranks))
             reports[num_ranks] = run_ranks(
                 Path(__file__), num_ranks, logs, args=arguments, timeout=1800

@@ -70,7 +70,11 @@ def worker():
     def own_memory():
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
         return (
-            sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+            sum(
+                int(line.split()[1])
+                for line in lines
+                if line.startswith("Private_")
+            )
             << 10
         )
 
@@ -116,13 +120,17 @@ def main():
     for size in (1, 2, 4):
         folder = tempfile.mkdtemp()
         try:
-            reports = run_ranks(__file__, size, folder, args=["worker"], timeout=570)
+            reports = run_ranks(
+                __file__, size, folder, args=["worker"], timeout=570
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         for kind in STEPS:
             took = {}
             for way in WAYS:
-                of_turn = np.max([report[kind][way][0] for report in reports], axis=0)
+                of_turn = np.max(
+                    [report[kind][way][0] for report in reports], axis=0
+                )
                 took[way] = float(np.median(of_turn))
                 reads[size, kind, way] = sum(
                     report[kind][way][1] for report in reports
@@ -151,14 +159,18 @@ def main():
         "over each",
         "memory",
     ]
-    print_table(f"dp=1 x mp, batches of {BATCH}, median of {TURNS} turns", names, rows)
+    print_table(
+        f"dp=1 x mp, batches of {BATCH}, median of {TURNS} turns", names, rows
+    )
     quarter, faster, small = (
         reads[4, "1 ms", "leader"],
         ratios[4, "1 ms", "leader"],
         ratios[4, "1 KB", "leader"],
     )
     print_target(
-        "reads a sample of 1 ms at mp=4: 1, not 4", f"{quarter:.2f}", quarter == 1
+        "reads a sample of 1 ms at mp=4: 1, not 4",
+        f"{quarter:.2f}",
+        quarter == 1,
     )
     print_target(
         "batches a second at mp=4, 1 ms: at least 1.5 times",
@@ -166,7 +178,9 @@ def main():
         faster >= 1.5,
     )
     print_target(
-        "1 KB at mp=4: no slower by more than 5 %", f"{small:.2f}", small >= 0.95
+        "1 KB at mp=4: no slower by more than 5 %",
+        f"{small:.2f}",
+        small >= 0.95,
     )
 
 

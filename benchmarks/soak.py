@@ -84,7 +84,9 @@ def rank(steps):
     dist.init_parallel_env()
     mesh = dist.ProcessMesh(np.arange(dist.get_world_size()), dim_names=["dp"])
     small = Small()
-    stream = Stream.of(range(EPOCH * BATCH)).sharding_filter().map(small.__getitem__)
+    stream = (
+        Stream.of(range(EPOCH * BATCH)).sharding_filter().map(small.__getitem__)
+    )
 
     def loader(data, workers, persistent=True, **options):
         given = paddle.io.DataLoader(
@@ -93,7 +95,9 @@ def rank(steps):
             num_workers=workers,
             persistent_workers=persistent and workers > 0,
         )
-        return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
+        return paddle_shard.shard_dataloader(
+            given, mesh, shard_dims="dp", **options
+        )
 
     loaders = {
         "index": loader(small, 0, shuffle=True),
@@ -102,7 +106,8 @@ def rank(steps):
     }
     kinds = dict.fromkeys(loaders, 0)
     workers: set[str] = set()
-    for data in loaders.values():  # each has been used once before anything is counted
+    # each has been used once before anything is counted
+    for data in loaders.values():
         run_epoch(data, 20, workers)
     gc.collect()
     taken, before, done, epoch, start = (
@@ -141,7 +146,13 @@ def rank(steps):
         "Paddle": sets_of_workers(theirs),
     }
     report(
-        {"taken": taken, "before": before, "after": after, "kinds": kinds, "sets": sets}
+        {
+            "taken": taken,
+            "before": before,
+            "after": after,
+            "kinds": kinds,
+            "sets": sets,
+        }
     )
     dist.barrier()
 
@@ -211,7 +222,11 @@ def main():
             arguments = ["rank", str(given.steps)]
             limit = 120 + 0.1 * given.steps
             reports = run_ranks(
-                Path(__file__), given.ranks, Path(folder), args=arguments, timeout=limit
+                Path(__file__),
+                given.ranks,
+                Path(folder),
+                args=arguments,
+                timeout=limit,
             )
         finally:
             stop.set()
@@ -256,14 +271,20 @@ def main():
         who: max(found["sets"][who] for found in reports) / 1e3
         for who in reports[0]["sets"]
     }
-    told = ", ".join(f"{who} {kilobytes:.1f} KB" for who, kilobytes in rise.items())
+    told = ", ".join(
+        f"{who} {kilobytes:.1f} KB" for who, kilobytes in rise.items()
+    )
     print(
         f"- left by a set of workers that is made and ended, without a target: {told}"
     )
     for what in reports[0]["before"]:
-        more = max(found["after"][what] - found["before"][what] for found in reports)
+        more = max(
+            found["after"][what] - found["before"][what] for found in reports
+        )
         reached.append(more <= 0)
-        print_target(f"no more {what} than at the beginning", f"{more:+d}", reached[-1])
+        print_target(
+            f"no more {what} than at the beginning", f"{more:+d}", reached[-1]
+        )
     return 0 if all(reached) else 1
 
 

@@ -108,8 +108,12 @@ def main():
         speeds = [f"{2 * BATCH * STEPS / taken[way]:,.0f}" for way in WAYS]
         rows.append([num_workers, loop, *speeds, f"{ratios[case]:.2f}"])
     names = ["workers", "loop", *WAYS, "over Paddle"]
-    print_table(f"Samples a second of two ranks, median of {TURNS} turns", names, rows)
-    smallest = min(ratio for case, ratio in ratios.items() if case.startswith("2"))
+    print_table(
+        f"Samples a second of two ranks, median of {TURNS} turns", names, rows
+    )
+    smallest = min(
+        ratio for case, ratio in ratios.items() if case.startswith("2")
+    )
     print_target(
         "2 workers: at least 0.95 x Paddle's loader",
         f"{smallest:.2f}",

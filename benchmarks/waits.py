@@ -152,10 +152,14 @@ def ours(data, num_workers, num_threads):
 
     import paddle_shard
 
-    loader = paddle.io.DataLoader(data, batch_size=BATCH, num_workers=num_workers)
+    loader = paddle.io.DataLoader(
+        data, batch_size=BATCH, num_workers=num_workers
+    )
     readers = paddle_shard.Threads(num_threads) if num_threads else None
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
-    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", readers=readers)
+    return paddle_shard.shard_dataloader(
+        loader, mesh, shard_dims="dp", readers=readers
+    )
 
 
 def paddles(data, num_workers, _):
@@ -229,7 +233,9 @@ TARS = {
 
 def measure_tars(port):
     """Seconds a tar, of each way to read them."""
-    urls = [f"http://127.0.0.1:{port}/{number}.tar" for number in range(NUM_TARS)]
+    urls = [
+        f"http://127.0.0.1:{port}/{number}.tar" for number in range(NUM_TARS)
+    ]
     seconds = {}
     for make in (tars_of_ours, tars_of_webdataset):  # imports what it needs
         for _ in make(urls[:1], None):
@@ -278,7 +284,9 @@ def main():
             f"{share:.2f}",
             share >= 0.9,
         )
-    medians = {case: statistics.median(values) for case, values in speeds.items()}
+    medians = {
+        case: statistics.median(values) for case, values in speeds.items()
+    }
     rows = [
         [name, str(num_workers), f"{speed:,.0f}"]
         for (name, num_workers), speed in medians.items()

@@ -92,7 +92,10 @@ def write_files(folder):
         rows = np.lib.format.open_memmap(
             work.path(folder), "w+", work.dtype, (work.num_rows, *work.shape)
         )
-        flat, step = rows.reshape(work.num_rows, -1), max(1, 2**24 // work.row_bytes)
+        flat, step = (
+            rows.reshape(work.num_rows, -1),
+            max(1, 2**24 // work.row_bytes),
+        )
         for first in range(0, work.num_rows, step):
             flat[first : first + step] = np.arange(flat.shape[1]) % 251
             numbers = np.arange(first, min(first + step, work.num_rows))

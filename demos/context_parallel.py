@@ -40,7 +40,9 @@ def documents():
 
 def collate(rows):
     """Stack packed rows, and number the tokens of each."""
-    batch = {name: np.stack([row[name] for row in rows]) for name in FIELDS[:-1]}
+    batch = {
+        name: np.stack([row[name] for row in rows]) for name in FIELDS[:-1]
+    }
     return {**batch, "token_index": np.tile(np.arange(LENGTH), (len(rows), 1))}
 
 
@@ -92,7 +94,10 @@ class Block(paddle.nn.Layer):
             heads(gathered(self.key(x))),
             heads(gathered(self.value(x))),
         )
-        scores = paddle.matmul(query, key, transpose_y=True) * (HIDDEN // HEADS) ** -0.5
+        scores = (
+            paddle.matmul(query, key, transpose_y=True)
+            * (HIDDEN // HEADS) ** -0.5
+        )
         weights = F.softmax(scores + mask.unsqueeze(1))
         mixed = paddle.matmul(weights, value).transpose([0, 2, 1, 3])
         return self.out(mixed.reshape([x.shape[0], x.shape[1], HIDDEN]))
@@ -117,7 +122,9 @@ class GPT(paddle.nn.Layer):
         same = segments.unsqueeze(2) == gathered(segments).unsqueeze(1)
         seen = index.unsqueeze(2) >= gathered(index).unsqueeze(1)
         mask = (1 - paddle.logical_and(same, seen).astype("float32")) * -1e9
-        x = self.token(batch["input_ids"]) + self.position(batch["position_ids"])
+        x = self.token(batch["input_ids"]) + self.position(
+            batch["position_ids"]
+        )
         for block in self.blocks:
             x = block(x, mask, gathered)
         return F.cross_entropy(
@@ -133,7 +140,9 @@ def new_model(mesh=None):
     split = {"query": 1, "key": 1, "value": 1, "fc1": 1, "out": 0, "fc2": 0}
 
     def place(name, layer, mesh):
-        for kind, parameter in list(layer.named_parameters(include_sublayers=False)):
+        for kind, parameter in list(
+            layer.named_parameters(include_sublayers=False)
+        ):
             dim = split.get(name.split(".")[-1])
             splits = dim is not None and (kind == "weight" or dim == 1)
             mp = (
@@ -197,10 +206,15 @@ def train_one_process(rows):
     (model, optimizer), found = new_model(), []
     for number in range(STEPS):
         batch = collate(
-            [rows[row] for row in plan.indices(epoch=0, step=number, data_rank=0)]
+            [
+                rows[row]
+                for row in plan.indices(epoch=0, step=number, data_rank=0)
+            ]
         )
         loss, losses = step(
-            model, optimizer, {name: paddle.to_tensor(batch[name]) for name in FIELDS}
+            model,
+            optimizer,
+            {name: paddle.to_tensor(batch[name]) for name in FIELDS},
         )
         found.append((float(loss), losses.numpy()))
     return found
@@ -209,7 +223,11 @@ def train_one_process(rows):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--mesh", type=int, nargs=3, metavar=("DP", "SEP", "MP"), default=[2, 2, 1]
+        "--mesh",
+        type=int,
+        nargs=3,
+        metavar=("DP", "SEP", "MP"),
+        default=[2, 2, 1],
     )
     shape = parser.parse_args().mesh
     dist.init_parallel_env()
@@ -229,20 +247,25 @@ def main():
         shard_dims="dp",
         input_keys=FIELDS,
         placements={
-            name: {"dp": 0, "sep": paddle_shard.Balanced(dim=1)} for name in FIELDS
+            name: {"dp": 0, "sep": paddle_shard.Balanced(dim=1)}
+            for name in FIELDS
         },
         seed=SEED,
-        replicas="leader",  # on each host, one of the ranks that differ in sep or mp reads for them all
+        # on each host, one of the ranks that differ in sep or mp reads for them all
+        replicas="leader",
     )
     found, alone = train(loader, mesh), train_one_process(rows)
     own = slice(
         *(
-            BATCH_SIZE // shape[0] * (dist.get_rank() // (shape[1] * shape[2]) + end)
+            BATCH_SIZE
+            // shape[0]
+            * (dist.get_rank() // (shape[1] * shape[2]) + end)
             for end in (0, 1)
         )
     )
     difference = max(
-        abs(mine[0] - theirs[0]) for mine, theirs in zip(found, alone, strict=True)
+        abs(mine[0] - theirs[0])
+        for mine, theirs in zip(found, alone, strict=True)
     )
     of_tokens = max(
         np.abs(mine[1] - theirs[1][own]).max()
@@ -254,8 +277,12 @@ def main():
         print(
             f"parity: the losses of {STEPS} steps differ from one process's by at most {difference:.1e},"
         )
-        print(f"  those of tokens, in the order of the rows, by {of_tokens:.1e}")
-    assert difference <= PARITY, f"losses differ from one process's by {difference:.1e}"
+        print(
+            f"  those of tokens, in the order of the rows, by {of_tokens:.1e}"
+        )
+    assert difference <= PARITY, (
+        f"losses differ from one process's by {difference:.1e}"
+    )
     assert of_tokens <= 10 * PARITY, (
         f"losses of tokens differ from one process's by {of_tokens:.1e}"
     )

@@ -58,7 +58,9 @@ def cpu_static() -> CpuStatic:
         ...         loss = model(inputs, labels)
     """
     from paddle.distributed.auto_parallel.static.engine import Engine
-    from paddle.distributed.auto_parallel.static.process_group import ProcessGroup
+    from paddle.distributed.auto_parallel.static.process_group import (
+        ProcessGroup,
+    )
     from paddle.framework import core
 
     patch = CpuStatic()
@@ -72,7 +74,9 @@ def cpu_static() -> CpuStatic:
     if (
         "POD_NAME" in os.environ
     ):  # with it, DistModel calls fleet.init: a dozen gloo groups
-        patch.callback(os.environ.setdefault, "POD_NAME", os.environ.pop("POD_NAME"))
+        patch.callback(
+            os.environ.setdefault, "POD_NAME", os.environ.pop("POD_NAME")
+        )
     patch.enter_context(mock.patch.object(Engine, "_init_comm", _prepare))
     patch.enter_context(
         mock.patch.object(ProcessGroup, "instantiate", lambda group: None)
@@ -90,7 +94,9 @@ def _prepare(engine: Any) -> None:
         raise NotImplementedError(
             "cpu_static() needs PIR programs: unset FLAGS_enable_pir_api=0."
         )
-    programs = {mode: [main] for mode, main in engine._pir_dense_main_progs.items()}
+    programs = {
+        mode: [main] for mode, main in engine._pir_dense_main_progs.items()
+    }
     plan = engine._job_plan
     if plan is not None:  # pipelines and gradient accumulation run parts of it
         parts = [plan.ir_program(kind) for kind in plan.job_types()]
@@ -106,7 +112,9 @@ def _prepare(engine: Any) -> None:
         raise
     # Where a program communicates in no group, as on a mesh of replicas, Paddle still meets all ranks at its start.
     everyone = tuple(range(engine._nranks))
-    ranks_of = {mode: used[0] if used else everyone for mode, used in groups.items()}
+    ranks_of = {
+        mode: used[0] if used else everyone for mode, used in groups.items()
+    }
     for ranks in dict.fromkeys(ranks_of.values()):
         _make_current(ranks)  # creates the group, while all ranks are here
     vars(engine).pop("run", None)
@@ -123,7 +131,9 @@ def _prepare(engine: Any) -> None:
 
 def _groups(programs: Iterable[Any], global_rank: int) -> list[tuple[int, ...]]:
     """Return the ranks of each group that a rank's operators communicate in, each once."""
-    from paddle.distributed.auto_parallel.static.process_group import get_process_group
+    from paddle.distributed.auto_parallel.static.process_group import (
+        get_process_group,
+    )
 
     groups = set()
     for program in programs:
@@ -155,7 +165,9 @@ def _agree(groups: dict[str, list[tuple[int, ...]]]) -> None:
     ]
     texts: list[str] = []
     dygraph_guard(dist.all_gather_object)(texts, "; ".join(unsupported))
-    lines = [f"  rank {rank}: {text}\n" for rank, text in enumerate(texts) if text]
+    lines = [
+        f"  rank {rank}: {text}\n" for rank, text in enumerate(texts) if text
+    ]
     if lines:
         raise StaticGroupsError(
             "a static program that communicates in more than one group cannot run on CPU: its executor "

@@ -51,14 +51,19 @@ def streams(files):
     # As torchdata's users know it: every worker parses all rows, shuffles them alike, and keeps its share.
     yield (
         "sharding_filter",
-        Stream.of(lambda: rows_of(files)).shuffle(512).sharding_filter().map(parse),
+        Stream.of(lambda: rows_of(files))
+        .shuffle(512)
+        .sharding_filter()
+        .map(parse),
     )
     # The files are counted and cut in the middle: every row is read by one worker only.
     yield "files", Stream.csv(files).shuffle(128).map(parse)
 
 
 def make(stream, mesh):
-    loader = paddle.io.DataLoader(stream, batch_size=BATCH_SIZE, num_workers=WORKERS)
+    loader = paddle.io.DataLoader(
+        stream, batch_size=BATCH_SIZE, num_workers=WORKERS
+    )
     return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", seed=5)
 
 
@@ -85,9 +90,9 @@ def main():
             loader = make(stream, mesh)
             epochs = [numbers(loader) for _ in range(EPOCHS)]
             for epoch in epochs:
-                assert sorted(itertools.chain(*epoch)) == list(range(sum(ROWS))), (
-                    "each row exactly once"
-                )
+                assert sorted(itertools.chain(*epoch)) == list(
+                    range(sum(ROWS))
+                ), "each row exactly once"
             assert len({str(epoch) for epoch in epochs}) == EPOCHS, (
                 "each epoch has an order of its own"
             )

@@ -23,13 +23,18 @@ class Pairs(paddle.io.Dataset):
         return 8
 
     def __getitem__(self, index):
-        a, b = np.full([3], index, "float32"), np.full([2, 2], -index, "float32")
+        a, b = (
+            np.full([3], index, "float32"),
+            np.full([2, 2], -index, "float32"),
+        )
         return {"inputs": [a, b], "label": np.array(index)}
 
 
 def check(batch, step, meshes):
     """Compare this rank's part of a batch with the samples that belong there."""
-    samples = [Pairs()[i] for i in range(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)]
+    samples = [
+        Pairs()[i] for i in range(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
+    ]
     fields = [
         (batch["inputs"][0], np.stack([s["inputs"][0] for s in samples])),
         (batch["inputs"][1], np.stack([s["inputs"][1] for s in samples])),
@@ -39,9 +44,13 @@ def check(batch, step, meshes):
     for (leaf, whole), mesh in zip(fields, meshes, strict=True):
         assert leaf.process_mesh == mesh, (leaf.process_mesh, mesh)
         assert leaf.shape == list(whole.shape), (leaf.shape, whole.shape)
-        assert leaf.placements == [dist.Shard(0), dist.Replicate()], leaf.placements
+        assert leaf.placements == [dist.Shard(0), dist.Replicate()], (
+            leaf.placements
+        )
         if dist.get_rank() in mesh.process_ids:
-            data_rank = int(np.argwhere(np.array(mesh.mesh) == dist.get_rank())[0][0])
+            data_rank = int(
+                np.argwhere(np.array(mesh.mesh) == dist.get_rank())[0][0]
+            )
             np.testing.assert_array_equal(
                 leaf._local_value().numpy(), np.split(whole, 2)[data_rank]
             )
@@ -59,8 +68,14 @@ def main():
             [MESH0, MESH1],
             [MESH0, MESH0, MESH1],
         ),
-        "a mesh for each input": ([[MESH0, MESH1], MESH1], [MESH0, MESH1, MESH1]),
-        "the same, twice mesh 0": ([[MESH0, MESH0], MESH1], [MESH0, MESH0, MESH1]),
+        "a mesh for each input": (
+            [[MESH0, MESH1], MESH1],
+            [MESH0, MESH1, MESH1],
+        ),
+        "the same, twice mesh 0": (
+            [[MESH0, MESH0], MESH1],
+            [MESH0, MESH0, MESH1],
+        ),
     }
     for name, (meshes, expected) in ways.items():
         loader = paddle_shard.shard_dataloader(
@@ -70,7 +85,8 @@ def main():
             shard_dims="dp",
         )
         counts = [
-            len(check(batch, step, expected)) for step, batch in enumerate(loader)
+            len(check(batch, step, expected))
+            for step, batch in enumerate(loader)
         ]
         assert len(counts) == len(loader) == 2
         if dist.get_rank() in (0, 4):

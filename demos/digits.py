@@ -18,7 +18,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
-import paddle_shard  # the one import that changes: paddle_shard.shard_dataloader for dist.shard_dataloader
+# the one import that changes: paddle_shard.shard_dataloader for dist.shard_dataloader
+import paddle_shard
 
 RUN_STATIC = os.environ.get("RUN_STATIC", "0") == "1"
 EPOCHS, BATCH_SIZE, SEED = 12, 32, 7
@@ -80,7 +81,9 @@ def train_static(loader, mesh, bar):
     with (
         cpu_static()
     ):  # lets a static program run on CPU processes; changes nothing on GPUs
-        model = dist.to_static(layer, loader, paddle.nn.CrossEntropyLoss(), optimizer)
+        model = dist.to_static(
+            layer, loader, paddle.nn.CrossEntropyLoss(), optimizer
+        )
         model.train()
         for _ in range(EPOCHS):
             for images, labels in loader:
@@ -128,7 +131,9 @@ def accuracy(model, loader):
 
 def main():
     dist.init_parallel_env()
-    mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
+    mesh = dist.ProcessMesh(
+        list(range(dist.get_world_size())), dim_names=["dp"]
+    )
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(
         (images / 16).astype("float32"), labels, test_size=0.2, random_state=0
@@ -169,7 +174,9 @@ def main():
         np.array(losses) - np.array(train_one_process(train, loader.plan))
     ).max()
     if dist.get_rank() == 0:
-        print(f"{mode}, {dist.get_world_size()} processes, the loss of each step:")
+        print(
+            f"{mode}, {dist.get_world_size()} processes, the loss of each step:"
+        )
         for first in range(0, len(losses), 16):
             print(
                 f"  {first:3d}  "
@@ -183,7 +190,9 @@ def main():
     assert counted == len(test), (
         f"{counted} test images were counted, there are {len(test)}"
     )
-    assert difference <= 1e-5, f"losses differ from one process's by {difference:.1e}"
+    assert difference <= 1e-5, (
+        f"losses differ from one process's by {difference:.1e}"
+    )
     dist.barrier()  # rank 0 hosts the others' rendezvous
 
 

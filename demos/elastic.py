@@ -55,9 +55,12 @@ def train(folder, diary):
             return SAMPLES
 
         def __getitem__(self, index):
-            return np.array([index], "int64"), np.array([index / SAMPLES, 1], "float32")
+            return np.array([index], "int64"), np.array(
+                [index / SAMPLES, 1], "float32"
+            )
 
-    dist.init_parallel_env()  # with one rank there is no group, and none is needed
+    # with one rank there is no group, and none is needed
+    dist.init_parallel_env()
     mesh = dist.ProcessMesh(np.arange(dist.get_world_size()), dim_names=["dp"])
     loader = paddle_shard.shard_dataloader(
         paddle.io.DataLoader(
@@ -80,7 +83,11 @@ def train(folder, diary):
         file.flush()
 
     with open(Path(diary) / f"{time.time():.3f}-{os.getpid()}", "a") as file:
-        write(loaded=checkpoints.newest(), pid=os.getpid(), ranks=dist.get_world_size())
+        write(
+            loaded=checkpoints.newest(),
+            pid=os.getpid(),
+            ranks=dist.get_world_size(),
+        )
         step = checkpoints.load(**what) or 0
         while loader.epoch < EPOCHS and step < STEPS:
             epoch, batches = loader.epoch, iter(loader)
@@ -99,7 +106,8 @@ def train(folder, diary):
                 time.sleep(0.05)
                 if loader.stop_requested:  # on all ranks at the same step
                     write(saved=checkpoints.save(step, **what), asked=True)
-                    sys.exit(128 + signal.SIGTERM)  # not 0: the run is not at its end
+                    # not 0: the run is not at its end
+                    sys.exit(128 + signal.SIGTERM)
                 if step % SAVE_EVERY == 0 or step == STEPS:
                     write(saved=checkpoints.save(step, **what))
     if dist.is_initialized():
@@ -129,16 +137,26 @@ def audit(diary, newest):
     generation = lambda path: Path(path).name.split("-")[0]  # noqa: E731
     by_generation = collections.defaultdict(list)
     for entries in runs:
-        saved = {generation(entry["saved"]) for entry in entries if "saved" in entry}
-        assert len(saved) <= 1, f"a process has saved as several generations: {saved}"
+        saved = {
+            generation(entry["saved"]) for entry in entries if "saved" in entry
+        }
+        assert len(saved) <= 1, (
+            f"a process has saved as several generations: {saved}"
+        )
         for name in saved:
             by_generation[name].append(entries)
     found, counted, checkpoint = collections.defaultdict(list), 0, newest
-    while checkpoint is not None:  # from the last checkpoint back to the beginning
-        until, processes = step_of(checkpoint), by_generation[generation(checkpoint)]
+    # from the last checkpoint back to the beginning
+    while checkpoint is not None:
+        until, processes = (
+            step_of(checkpoint),
+            by_generation[generation(checkpoint)],
+        )
         # A rank that was killed may have trained and not noted its save: its generation is that of who loaded alike.
         origins = {entries[0]["loaded"] for entries in processes}
-        assert len(origins) == 1, f"the ranks of {checkpoint} have loaded {origins}"
+        assert len(origins) == 1, (
+            f"the ranks of {checkpoint} have loaded {origins}"
+        )
         [checkpoint] = origins
         first = 0 if checkpoint is None else step_of(checkpoint)
         for entries in processes:
@@ -146,7 +164,9 @@ def audit(diary, newest):
                 if first < entry.get("step", 0) <= until:
                     found[entry["epoch"]] += entry["ids"]
                     counted += len(entry["ids"])
-    trained = sum(len(entry.get("ids", ())) for entries in runs for entry in entries)
+    trained = sum(
+        len(entry.get("ids", ())) for entries in runs for entry in entries
+    )
     return found, trained - counted
 
 
@@ -156,11 +176,15 @@ def audit(diary, newest):
 def etcd_binary():
     """An etcd, from the PATH or from Debian's package, which is unpacked into build/."""
     unpacked = ROOT / "build" / "etcd" / "usr" / "bin" / "etcd"
-    found = shutil.which("etcd") or (str(unpacked) if unpacked.exists() else None)
+    found = shutil.which("etcd") or (
+        str(unpacked) if unpacked.exists() else None
+    )
     if found is None:
         folder = ROOT / "build" / "etcd"
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError, subprocess.CalledProcessError, IndexError):
+        with contextlib.suppress(
+            OSError, subprocess.CalledProcessError, IndexError
+        ):
             quiet = {
                 "cwd": folder,
                 "check": True,
@@ -169,7 +193,8 @@ def etcd_binary():
             }
             subprocess.run(["apt-get", "download", "etcd-server"], **quiet)
             subprocess.run(
-                ["dpkg-deb", "-x", glob.glob(str(folder / "*.deb"))[0], "."], **quiet
+                ["dpkg-deb", "-x", glob.glob(str(folder / "*.deb"))[0], "."],
+                **quiet,
             )
             found = str(unpacked)
     if found is None:
@@ -200,7 +225,9 @@ class Job:
             {},
             time.monotonic() + DEADLINE,
         )
-        here, peer = (f"http://127.0.0.1:{port}" for port in (self.port, free_port()))
+        here, peer = (
+            f"http://127.0.0.1:{port}" for port in (self.port, free_port())
+        )
         command = [
             etcd_binary(),
             "--data-dir",
@@ -285,14 +312,18 @@ class Job:
         """(process, command) of all that runs for a node."""
         found = []
         for path in glob.glob("/proc/[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            # it has ended, or is another user's
+            with contextlib.suppress(OSError):
                 if f"DEMO_ELASTIC_NODE={self.mark(number)}".encode() in Path(
                     path, "environ"
                 ).read_bytes().split(b"\0"):
                     found.append(
                         (
                             int(path.split("/")[2]),
-                            Path(path, "cmdline").read_bytes().decode().split("\0"),
+                            Path(path, "cmdline")
+                            .read_bytes()
+                            .decode()
+                            .split("\0"),
                         )
                     )
         return found
@@ -310,7 +341,9 @@ class Job:
         self.nodes.pop(number).wait()
 
     def ranks(self, number):
-        return [pid for pid, command in self.processes(number) if is_rank(command)]
+        return [
+            pid for pid, command in self.processes(number) if is_rank(command)
+        ]
 
     def wait_until(self, what, reached):
         while not reached():
@@ -326,13 +359,15 @@ class Job:
             *self.directory.glob("node-*/workerlog.*"),
         ]
         return "\n".join(
-            f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in files
+            f"--- {path}\n{path.read_text(errors='replace')[-3000:]}"
+            for path in files
         )
 
     def steps(self, ranks=None):
         """The newest step of a process that was started among so many ranks; 0 if there is none."""
         steps = [
-            entries[-1].get("step", 0) or max(entry.get("step", 0) for entry in entries)
+            entries[-1].get("step", 0)
+            or max(entry.get("step", 0) for entry in entries)
             for entries in read_diaries(self.diary)
             if entries and ranks in (None, entries[0]["ranks"])
         ]
@@ -341,7 +376,9 @@ class Job:
     def worlds(self):
         """How many ranks each start of the job had; the processes of one have loaded the same."""
         starts = [
-            entries[0]["ranks"] for entries in read_diaries(self.diary) if entries
+            entries[0]["ranks"]
+            for entries in read_diaries(self.diary)
+            if entries
         ]
         worlds = []
         while starts:
@@ -384,7 +421,8 @@ def strike(job, fault, node):
         job.send(node, signal.SIGKILL, is_launcher)
     elif fault == "sigterm":
         job.send(node, signal.SIGTERM, is_rank)
-    else:  # all of the node, as a host that sleeps; or what elastic.sh has started, which goes on to watch it
+    else:
+        # all of the node, as a host that sleeps; or what elastic.sh has started, which goes on to watch it
         pids = [
             pid
             for pid, command in job.processes(node)
@@ -418,7 +456,9 @@ def drive(fault, rng, directory):
         if any(codes.values()):
             raise SystemExit(f"the nodes ended with {codes}\n{job.logs()}")
         worlds = job.worlds()
-        newest = max(path.parent.name for path in job.folder.glob("*/manifest.json"))
+        newest = max(
+            path.parent.name for path in job.folder.glob("*/manifest.json")
+        )
         found, lost = audit(job.diary, str(job.folder / newest))
     print(
         f"the job was started {len(worlds)} times, and ended after {time.monotonic() - began:.0f} s at {newest}"
@@ -444,7 +484,9 @@ def main():
         "--fault", choices=FAULTS, default="node", help="default: %(default)s"
     )
     parser.add_argument(
-        "--seed", type=int, help="of the moment and the node; default: a random one"
+        "--seed",
+        type=int,
+        help="of the moment and the node; default: a random one",
     )
     parser.add_argument(
         "--as-rank", nargs=2, help=argparse.SUPPRESS

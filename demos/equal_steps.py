@@ -61,9 +61,15 @@ def make_loader(folder, mesh, options, tail):
         if options.parts is None
         else Stream(source).in_parts(options.parts)
     )
-    loader = paddle.io.DataLoader(stream, batch_size=BATCH_SIZE, num_workers=WORKERS)
+    loader = paddle.io.DataLoader(
+        stream, batch_size=BATCH_SIZE, num_workers=WORKERS
+    )
     return paddle_shard.shard_dataloader(
-        loader, mesh, shard_dims="dp", tail=tail, num_batches=options.num_batches
+        loader,
+        mesh,
+        shard_dims="dp",
+        tail=tail,
+        num_batches=options.num_batches,
     )
 
 
@@ -116,9 +122,12 @@ def show_opened(folder):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--tail", choices=TAILS, help="only this one; all by default")
+    parser.add_argument(
+        "--tail", choices=TAILS, help="only this one; all by default"
+    )
     parser.add_argument("--num-batches", type=int, help="exactly so many steps")
     parser.add_argument(
         "--parts", type=int, help="into how many parts the files are dispatched"
@@ -129,7 +138,9 @@ def main():
         help="which part, rank and worker a file belongs to",
     )
     parser.add_argument(
-        "--show-open", action="store_true", help="who opened which file, and how often"
+        "--show-open",
+        action="store_true",
+        help="who opened which file, and how often",
     )
     options = parser.parse_args()
     dist.init_parallel_env()
@@ -162,7 +173,9 @@ def main():
         steps, delivered = run(make_loader(folder, mesh, options, tail))
         counts = []
         dist.all_gather_object(counts, steps)
-        assert counts == [steps] * ranks, f"all ranks make the same steps, got {counts}"
+        assert counts == [steps] * ranks, (
+            f"all ranks make the same steps, got {counts}"
+        )
         found = check(tail, options, steps, delivered)
         if rank == 0:
             print(f"  tail={tail!r}: {found}")

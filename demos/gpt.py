@@ -21,7 +21,8 @@ import paddle.distributed as dist
 import paddle.nn.functional as F
 from tqdm import tqdm
 
-import paddle_shard  # the one import that changes: paddle_shard.shard_dataloader for dist.shard_dataloader
+# the one import that changes: paddle_shard.shard_dataloader for dist.shard_dataloader
+import paddle_shard
 
 TEXT_BYTES, HELD_OUT_BYTES = 300_000, 20_000
 CONTEXT, BATCH_SIZE, SEED = 64, 32, 7
@@ -29,7 +30,8 @@ HIDDEN, HEADS, LAYERS = 64, 4, 2
 PARITY_STEPS, PARITY = 20, 1e-5
 
 REPLICATED = [dist.Replicate(), dist.Replicate()]
-PLACEMENTS = {  # on the axes (dp, mp): heads and hidden units are split over mp; what is not named is replicated
+# on the axes (dp, mp): heads and hidden units are split over mp; what is not named is replicated
+PLACEMENTS = {
     "qkv.weight": [dist.Replicate(), dist.Shard(1)],
     "qkv.bias": [dist.Replicate(), dist.Shard(0)],
     "out.weight": [dist.Replicate(), dist.Shard(0)],
@@ -102,7 +104,8 @@ class Block(paddle.nn.Layer):
             qkv, 3, axis=-1
         )  # each [rows, heads, length, hidden / heads]
         scores = (
-            paddle.matmul(query, key, transpose_y=True) * (HIDDEN // HEADS) ** -0.5
+            paddle.matmul(query, key, transpose_y=True)
+            * (HIDDEN // HEADS) ** -0.5
             + mask
         )
         mixed = paddle.matmul(F.softmax(scores), value).transpose([0, 2, 1, 3])
@@ -130,11 +133,15 @@ class GPT(paddle.nn.Layer):
         x = self.token(input_ids) + self.position.weight
         for block in self.blocks:
             x = block(x, self.mask)
-        return F.cross_entropy(self.head(self.norm(x)), labels, reduction="none")
+        return F.cross_entropy(
+            self.head(self.norm(x)), labels, reduction="none"
+        )
 
 
 def split_weights(name, layer, mesh):
-    for kind, parameter in list(layer.named_parameters(include_sublayers=False)):
+    for kind, parameter in list(
+        layer.named_parameters(include_sublayers=False)
+    ):
         placements = PLACEMENTS.get(f"{name.split('.')[-1]}.{kind}")
         if placements is not None:
             setattr(layer, kind, dist.shard_tensor(parameter, mesh, placements))
@@ -228,10 +235,15 @@ def main():
         np.arange(dist.get_world_size()).reshape(-1, 2), dim_names=["dp", "mp"]
     )
     text = read_text()
-    data, held_out = Windows(text[:-HELD_OUT_BYTES]), Windows(text[-HELD_OUT_BYTES:])
+    data, held_out = (
+        Windows(text[:-HELD_OUT_BYTES]),
+        Windows(text[-HELD_OUT_BYTES:]),
+    )
 
     loader = paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, drop_last=True),
+        paddle.io.DataLoader(
+            data, batch_size=BATCH_SIZE, shuffle=True, drop_last=True
+        ),
         meshes=mesh,
         shard_dims="dp",
         seed=SEED,
@@ -263,7 +275,9 @@ def main():
             f"parity: the losses of {PARITY_STEPS} steps differ from one process's by at most {difference:.1e},"
         )
         print(f"  the held-out loss by {held_out_difference:.1e}")
-    assert difference <= PARITY, f"losses differ from one process's by {difference:.1e}"
+    assert difference <= PARITY, (
+        f"losses differ from one process's by {difference:.1e}"
+    )
     assert held_out_difference <= PARITY, (
         f"the held-out loss differs from one process's by {held_out_difference:.1e}"
     )

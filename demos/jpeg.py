@@ -62,7 +62,9 @@ def write_images(folder):
         label = number % 8
         noise = random.integers(0, 16, (*SIZE, 3))
         pixels = (32 * label + noise).astype("uint8")
-        Image.fromarray(pixels).save(folder / f"{label}-{number:02}.jpg", quality=95)
+        Image.fromarray(pixels).save(
+            folder / f"{label}-{number:02}.jpg", quality=95
+        )
 
 
 def main():
@@ -77,7 +79,9 @@ def main():
 
     data = Images(sorted(folder.glob("*.jpg")))
     loader = paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, num_workers=2),
+        paddle.io.DataLoader(
+            data, batch_size=BATCH_SIZE, shuffle=True, num_workers=2
+        ),
         mesh,
         shard_dims="dp",
     )

@@ -58,7 +58,10 @@ def texts(paths, most):
 
 
 def mixture():
-    library, project = Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1]
+    library, project = (
+        Path(sysconfig.get_path("stdlib")),
+        Path(__file__).parents[1],
+    )
     files = {
         "code": (library.glob("[a-z]*.py"), 60),
         "packages": (
@@ -117,13 +120,19 @@ class Model(paddle.nn.Layer):
 
 def split_weights(name, layer, mesh):
     """Split the hidden units of the MLP over mp; replicate the rest."""
-    dims = {"inner": {"weight": 1, "bias": 0}, "outer": {"weight": 0}}.get(name, {})
+    dims = {"inner": {"weight": 1, "bias": 0}, "outer": {"weight": 0}}.get(
+        name, {}
+    )
     for kind, dim in dims.items():
         placements = [
             dist.Shard(dim) if axis == "mp" else dist.Replicate()
             for axis in mesh.dim_names
         ]
-        setattr(layer, kind, dist.shard_tensor(getattr(layer, kind), mesh, placements))
+        setattr(
+            layer,
+            kind,
+            dist.shard_tensor(getattr(layer, kind), mesh, placements),
+        )
 
 
 def new_model(mesh=None, saved=None):
@@ -184,7 +193,10 @@ def train(checkpoint, record, axes, workers):
     )
     loader = paddle_shard.shard_dataloader(
         paddle.io.DataLoader(
-            mixture(), batch_size=BATCH_SIZE, shuffle=True, num_workers=int(workers)
+            mixture(),
+            batch_size=BATCH_SIZE,
+            shuffle=True,
+            num_workers=int(workers),
         ),
         meshes=mesh,
         shard_dims="dp",
@@ -202,7 +214,9 @@ def train(checkpoint, record, axes, workers):
             for batch in loader:
                 loss = float(
                     dist.reshard(
-                        train_step(model, optimizer, batch, causal), mesh, everywhere
+                        train_step(model, optimizer, batch, causal),
+                        mesh,
+                        everywhere,
                     )
                 )
                 drawn = [source.drawn for source in loader.sources().values()]
@@ -219,7 +233,8 @@ def train(checkpoint, record, axes, workers):
 
 
 def save(checkpoint, model, optimizer, loader, step):
-    loader.certificate()  # so that state_dict() holds what all ranks have delivered
+    # so that state_dict() holds what all ranks have delivered
+    loader.certificate()
     saved = {
         "step": step,
         "data": loader.state_dict(),
@@ -246,7 +261,9 @@ def train_straight():
     )
     for _ in range(EPOCHS):
         for batch in loader:
-            local = {name: field._local_value() for name, field in batch.items()}
+            local = {
+                name: field._local_value() for name, field in batch.items()
+            }
             losses.append(float(train_step(model, optimizer, local, causal)))
             rows.append(keys(local["input_ids"].numpy()))
     return losses, rows
@@ -263,7 +280,8 @@ def check_shares(drawn):
             for name, weight in weights.items():
                 share[name] += weight * max(0, min(end, at) - first)
         off = max(
-            abs(count - share[name]) for name, count in zip(NAMES, counts, strict=True)
+            abs(count - share[name])
+            for name, count in zip(NAMES, counts, strict=True)
         )
         stretches = sum(first < at for first, _ in WEIGHTS)
         assert off <= bound * stretches + 1e-9, (
@@ -302,17 +320,22 @@ def drive(kill_at, directory):
             f"--kill-at must be from {SAVE_EVERY + 1} to {len(straight) - 1}, got {kill_at}"
         )
     print(
-        f"straight run: 1 process, {len(straight)} steps in {EPOCHS} epochs", flush=True
+        f"straight run: 1 process, {len(straight)} steps in {EPOCHS} epochs",
+        flush=True,
     )
     checkpoint = str(directory / "checkpoint.pd")
-    with Run(directory / "killed", checkpoint, "dp=2,mp=2", 0, __file__) as killed:
+    with Run(
+        directory / "killed", checkpoint, "dp=2,mp=2", 0, __file__
+    ) as killed:
         stopped_at = killed.kill_at(kill_at)
     resumed_at = paddle.load(checkpoint)["step"]
     print(
         f"killed run:   4 processes (dp=2, mp=2); SIGKILL after {stopped_at} steps, as --kill-at {kill_at}",
         flush=True,
     )
-    with Run(directory / "resumed", checkpoint, "dp=1,mp=2", 2, __file__) as resumed:
+    with Run(
+        directory / "resumed", checkpoint, "dp=1,mp=2", 2, __file__
+    ) as resumed:
         resumed.finish()
     print(
         f"resumed run:  2 processes (dp=1, mp=2), 2 workers each; steps {resumed_at} to the end"
@@ -343,7 +366,11 @@ def drive(kill_at, directory):
     )
     check_rows(rows)
     certificates = sorted(
-        {text for run in (killed, resumed) for text in run.recorded("certificate ")}
+        {
+            text
+            for run in (killed, resumed)
+            for text in run.recorded("certificate ")
+        }
     )
     assert certificates == [
         f"epoch {n}: each of {ROWS} draws of the mixture exactly once"

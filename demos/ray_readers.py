@@ -77,7 +77,9 @@ def read(mesh, trap, *, kills=0, **options):
                     pass
             rows = [field._local_value().numpy() for field in batch]
             digests.append(
-                hashlib.sha256(b"".join(one.tobytes() for one in rows)).hexdigest()
+                hashlib.sha256(
+                    b"".join(one.tobytes() for one in rows)
+                ).hexdigest()
             )
         certificates.append(loader.certificate())
     return (
@@ -127,7 +129,8 @@ if __name__ == "__main__":
     print(
         f"rank {rank}: {len(by_actors[0])} batches as read by worker processes, {by_actors[2]:.0f} images/s"
     )
-    gc.collect()  # the loader, and with it the actors that were to serve another epoch
+    # the loader, and with it the actors that were to serve another epoch
+    gc.collect()
     deadline = time.monotonic() + 60
     while alive() and rank == 0:
         assert time.monotonic() < deadline, "an actor was left behind"

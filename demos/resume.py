@@ -42,7 +42,8 @@ EPOCHS, BATCH_SIZE, SEED = 3, 32, 7
 SAVE_EVERY, PARITY = (
     7,
     1e-5,
-)  # 7: no checkpoint falls on the end of an epoch, so that each has one to complete
+    # 7: no checkpoint falls on the end of an epoch, so that each has one to complete
+)
 DEADLINE = 120  # seconds, of a run
 
 
@@ -73,13 +74,19 @@ class Classifier(paddle.nn.Layer):
 
 def split_weights(name, layer, mesh):
     """Split the hidden units over mp, if the mesh has that axis; replicate the rest."""
-    dims = {"hidden": {"weight": 1, "bias": 0}, "output": {"weight": 0}}.get(name, {})
+    dims = {"hidden": {"weight": 1, "bias": 0}, "output": {"weight": 0}}.get(
+        name, {}
+    )
     for kind, dim in dims.items():
         placements = [
             dist.Shard(dim) if axis == "mp" else dist.Replicate()
             for axis in mesh.dim_names
         ]
-        setattr(layer, kind, dist.shard_tensor(getattr(layer, kind), mesh, placements))
+        setattr(
+            layer,
+            kind,
+            dist.shard_tensor(getattr(layer, kind), mesh, placements),
+        )
 
 
 def new_model(mesh=None, saved=None):
@@ -125,7 +132,10 @@ def train(checkpoint, record, axes, workers):
     )
     loader = paddle_shard.shard_dataloader(
         paddle.io.DataLoader(
-            Digits(), batch_size=BATCH_SIZE, shuffle=True, num_workers=int(workers)
+            Digits(),
+            batch_size=BATCH_SIZE,
+            shuffle=True,
+            num_workers=int(workers),
         ),
         meshes=mesh,
         shard_dims="dp",
@@ -141,7 +151,11 @@ def train(checkpoint, record, axes, workers):
             batches = iter(loader)
             for images, labels in batches:
                 loss = train_step(
-                    model, optimizer, images, labels, batches.valid.astype("float32")
+                    model,
+                    optimizer,
+                    images,
+                    labels,
+                    batches.valid.astype("float32"),
                 )
                 write(
                     lines,
@@ -164,7 +178,8 @@ def write(lines, text):
 
 def save(checkpoint, model, optimizer, loader, step):
     """Every rank takes part; rank 0 writes, and replaces the old checkpoint at once: a kill leaves one of the two."""
-    loader.certificate()  # so that state_dict() holds what all ranks have delivered
+    # so that state_dict() holds what all ranks have delivered
+    loader.certificate()
     saved = {
         "step": step,
         "data": loader.state_dict(),
@@ -179,7 +194,8 @@ def save(checkpoint, model, optimizer, loader, step):
 def whole(tensors):
     """The tensors with their parts put together, bound to no mesh."""
     return {
-        name: dist.unshard_dtensor(tensor).numpy() for name, tensor in tensors.items()
+        name: dist.unshard_dtensor(tensor).numpy()
+        for name, tensor in tensors.items()
     }
 
 
@@ -205,7 +221,11 @@ def train_straight():
             losses.append(
                 float(
                     train_step(
-                        model, optimizer, images, labels, paddle.ones([len(labels)])
+                        model,
+                        optimizer,
+                        images,
+                        labels,
+                        paddle.ones([len(labels)]),
                     )
                 )
             )
@@ -218,7 +238,8 @@ def train_straight():
 def parse_mesh(text):
     """'dp=2,mp=2' -> {'dp': 2, 'mp': 2}"""
     return {
-        axis: int(size) for axis, size in (item.split("=") for item in text.split(","))
+        axis: int(size)
+        for axis, size in (item.split("=") for item in text.split(","))
     }
 
 
@@ -241,7 +262,9 @@ class Run:
         command += ["--as-rank", checkpoint, self.record, axes, workers]
         with open(directory / "output", "wb") as output:
             self.launch = subprocess.Popen(
-                [sys.executable, *map(str, command)], stdout=output, stderr=output
+                [sys.executable, *map(str, command)],
+                stdout=output,
+                stderr=output,
             )
         self.give_up = time.monotonic() + DEADLINE
 
@@ -250,7 +273,8 @@ class Run:
 
     def __exit__(self, *_):
         if self.launch.poll() is None:
-            self.launch.terminate()  # it ends every process of the run, workers too
+            # it ends every process of the run, workers too
+            self.launch.terminate()
             self.launch.wait()
 
     def poll(self, wait):
@@ -274,20 +298,25 @@ class Run:
 
     def recorded(self, kind):
         lines = self.record.read_text().split("\n")[:-1]  # whole ones
-        return [line.removeprefix(kind) for line in lines if line.startswith(kind)]
+        return [
+            line.removeprefix(kind) for line in lines if line.startswith(kind)
+        ]
 
     def kill_at(self, step):
         """SIGKILL for every rank, as soon as so many steps have been made; return how many had been by then."""
         while len(self.losses()) < step:
             if self.poll(0.002) is not None:
-                raise SystemExit(f"the run ended before step {step}:\n{self.output()}")
+                raise SystemExit(
+                    f"the run ended before step {step}:\n{self.output()}"
+                )
         pids = [int(path.read_text()) for path in self.directory.glob("pid.*")]
         assert len(pids) == self.processes, (
             f"{len(pids)} ranks of {self.processes} told their ids"
         )
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        while self.poll(0.05) is None:  # the launcher notices that its ranks are gone
+        # the launcher notices that its ranks are gone
+        while self.poll(0.05) is None:
             pass
         assert self.launch.returncode != 0, (
             f"the run ended well, though it was killed:\n{self.output()}"
@@ -305,13 +334,16 @@ def drive(meshes, kill_at, directory):
     straight, epoch_steps = train_straight()
     # There must be a checkpoint to go on from, and some of the run left to kill.
     latest = (EPOCHS - 1) * epoch_steps
-    kill_at = random.randint(SAVE_EVERY + 1, latest) if kill_at is None else kill_at
+    kill_at = (
+        random.randint(SAVE_EVERY + 1, latest) if kill_at is None else kill_at
+    )
     if not SAVE_EVERY < kill_at <= latest:
         raise SystemExit(
             f"--kill-at must be from {SAVE_EVERY + 1} to {latest}, got {kill_at}"
         )
     print(
-        f"straight run: 1 process, {len(straight)} steps in {EPOCHS} epochs", flush=True
+        f"straight run: 1 process, {len(straight)} steps in {EPOCHS} epochs",
+        flush=True,
     )
 
     checkpoint = str(directory / "checkpoint.pd")
@@ -325,7 +357,9 @@ def drive(meshes, kill_at, directory):
         f"  (as chosen by --kill-at {kill_at}); its last checkpoint is from step {resumed_at}",
         flush=True,
     )
-    with Run(directory / "resumed", checkpoint, meshes[1], workers=2) as resumed:
+    with Run(
+        directory / "resumed", checkpoint, meshes[1], workers=2
+    ) as resumed:
         resumed.finish()
     print(
         f"resumed run:  {resumed.processes} processes ({meshes[1]}), 2 workers each; steps {resumed_at} to the end"
@@ -345,7 +379,14 @@ def drive(meshes, kill_at, directory):
     )
     print("losses:    straight    killed   resumed")
     for step in sorted(
-        {0, resumed_at - 1, resumed_at, stopped_at - 1, stopped_at, len(straight) - 1}
+        {
+            0,
+            resumed_at - 1,
+            resumed_at,
+            stopped_at - 1,
+            stopped_at,
+            len(straight) - 1,
+        }
     ):
         cells = [
             f"{run[step]:10.6f}" if step in run else " " * 9 + "-"
@@ -369,7 +410,8 @@ def drive(meshes, kill_at, directory):
     for epoch, text in sorted(certificates.items()):
         by = f" ({its_steps} steps by the killed run, {epoch_steps - its_steps} by the resumed run)"
         print(
-            f"certificate of {text}" + (by if epoch == f"epoch {stopped_epoch}" else "")
+            f"certificate of {text}"
+            + (by if epoch == f"epoch {stopped_epoch}" else "")
         )
     expected = [
         f"epoch {epoch}: each of {len(Digits())} samples exactly once"
@@ -388,7 +430,10 @@ def main():
         "--kill-at", type=int, metavar="STEP", help="default: a random one"
     )
     parser.add_argument(
-        "--meshes", nargs=2, default=["dp=4", "mp=1,dp=2"], help="default: %(default)s"
+        "--meshes",
+        nargs=2,
+        default=["dp=4", "mp=1,dp=2"],
+        help="default: %(default)s",
     )
     parser.add_argument(
         "--as-rank", nargs=4, help=argparse.SUPPRESS

@@ -46,7 +46,10 @@ class Mlp(paddle.nn.Layer):
         super().__init__()
         paddle.seed(1024)
         self.sharded = sharded
-        self.w0, self.w1 = self.create_parameter([8, 8]), self.create_parameter([8, 8])
+        self.w0, self.w1 = (
+            self.create_parameter([8, 8]),
+            self.create_parameter([8, 8]),
+        )
         if sharded:
             self.w0 = dist.shard_tensor(self.w0, FIRST, [REPLICATE, SHARD(1)])
             self.w1 = dist.shard_tensor(self.w1, SECOND, [REPLICATE, SHARD(0)])
@@ -59,7 +62,9 @@ class Mlp(paddle.nn.Layer):
 
 
 def loss_fn(logits, label):
-    return paddle.nn.MSELoss(reduction="sum")(paddle.sum(logits, axis=[1, 2]), label)
+    return paddle.nn.MSELoss(reduction="sum")(
+        paddle.sum(logits, axis=[1, 2]), label
+    )
 
 
 def adamw(parameters):
@@ -92,7 +97,9 @@ def train_by_stages(loader):
     stages, model, losses = Stages(FIRST, SECOND), Mlp(sharded=False), []
     start = model.w0 if stages.index == 0 else model.w1
     weight = dist.shard_tensor(
-        start, stages.mesh, [REPLICATE, SHARD(1) if stages.index == 0 else SHARD(0)]
+        start,
+        stages.mesh,
+        [REPLICATE, SHARD(1) if stages.index == 0 else SHARD(0)],
     )
     optimizer = dist.shard_optimizer(adamw([weight]))
     for x, label in loader:
@@ -129,21 +136,29 @@ def main():
         losses = train_static(loader)
     elif ON_GPU:
         model = Mlp(sharded=True)
-        losses = train(model, dist.shard_optimizer(adamw(model.parameters())), loader)
+        losses = train(
+            model, dist.shard_optimizer(adamw(model.parameters())), loader
+        )
     else:
         losses = train_by_stages(loader)
 
     reached = paddle.zeros([4])
     if dist.get_rank() in SECOND.process_ids:  # where the loss is
-        assert len(losses) == 4, f"4 steps were expected, {len(losses)} were made"
+        assert len(losses) == 4, (
+            f"4 steps were expected, {len(losses)} were made"
+        )
         reached = paddle.to_tensor([float(loss.numpy()) for loss in losses])
     dist.broadcast(reached, src=SECOND.process_ids[0])
     alone, data = Mlp(sharded=False), Random()
     batches = [
-        tuple(map(paddle.to_tensor, data[np.arange(k, k + 2)])) for k in range(0, 8, 2)
+        tuple(map(paddle.to_tensor, data[np.arange(k, k + 2)]))
+        for k in range(0, 8, 2)
     ]
     expected = np.array(
-        [float(loss) for loss in train(alone, adamw(alone.parameters()), batches)]
+        [
+            float(loss)
+            for loss in train(alone, adamw(alone.parameters()), batches)
+        ]
     )
     difference = np.abs(reached.numpy() / expected - 1).max()
     if dist.get_rank() == 0:
@@ -151,11 +166,16 @@ def main():
             "losses on two meshes: "
             + "  ".join(f"{loss:.5f}" for loss in reached.tolist())
         )
-        print("one process:          " + "  ".join(f"{loss:.5f}" for loss in expected))
+        print(
+            "one process:          "
+            + "  ".join(f"{loss:.5f}" for loss in expected)
+        )
         print(
             f"parity: the losses of 4 steps differ from one process's by at most {difference:.1e} of them"
         )
-    assert difference <= 1e-4, f"losses differ from one process's by {difference:.1e}"
+    assert difference <= 1e-4, (
+        f"losses differ from one process's by {difference:.1e}"
+    )
     dist.barrier()
 
 

@@ -69,7 +69,9 @@ class Stages:
             )
         rank = paddle.distributed.get_rank()
         self.index = 0 if rank in first.process_ids else 1
-        self.mesh, other = (first, second) if self.index == 0 else (second, first)
+        self.mesh, other = (
+            (first, second) if self.index == 0 else (second, first)
+        )
         self.peer = int(other.process_ids[self.mesh.process_ids.index(rank)])
 
     def send_forward(self, activation: Any) -> None:
@@ -85,8 +87,14 @@ class Stages:
         import paddle
 
         self._check_stage(0, "send_forward")
-        text = json.dumps(_header(activation, self.mesh)).encode().ljust(_HEADER_BYTES)
-        paddle.distributed.send(paddle.to_tensor(list(text), dtype="uint8"), self.peer)
+        text = (
+            json.dumps(_header(activation, self.mesh))
+            .encode()
+            .ljust(_HEADER_BYTES)
+        )
+        paddle.distributed.send(
+            paddle.to_tensor(list(text), dtype="uint8"), self.peer
+        )
         self._send(activation)
 
     def recv_forward(self) -> Any:
@@ -102,7 +110,8 @@ class Stages:
         local = paddle.empty(header["local_shape"], dtype=header["dtype"])
         paddle.distributed.recv(local, self.peer)
         placements = [
-            Replicate() if dim is None else Shard(dim) for dim in header["shard_dims"]
+            Replicate() if dim is None else Shard(dim)
+            for dim in header["shard_dims"]
         ]
         activation = dtensor_from_local(local, self.mesh, placements)
         activation.stop_gradient = False
@@ -123,7 +132,9 @@ class Stages:
                 "the activation has no gradient: call backward() on the loss first"
             )
         if grad.placements != activation.placements:
-            grad = paddle.distributed.reshard(grad, self.mesh, activation.placements)
+            grad = paddle.distributed.reshard(
+                grad, self.mesh, activation.placements
+            )
         self._send(grad)
 
     def recv_backward(self, activation: Any) -> Any:
@@ -145,7 +156,9 @@ class Stages:
     def _send(self, tensor: Any) -> None:
         import paddle
 
-        paddle.distributed.send(tensor._local_value().detach().contiguous(), self.peer)
+        paddle.distributed.send(
+            tensor._local_value().detach().contiguous(), self.peer
+        )
 
 
 def _header(activation: Any, mesh: Any) -> dict[str, Any]:
@@ -172,5 +185,7 @@ def _header(activation: Any, mesh: Any) -> dict[str, Any]:
             dim // n for dim, n in zip(activation.shape, parts, strict=True)
         ],
         "dtype": str(activation.dtype).removeprefix("paddle."),
-        "shard_dims": [p.get_dim() if p.is_shard() else None for p in placements],
+        "shard_dims": [
+            p.get_dim() if p.is_shard() else None for p in placements
+        ],
     }

@@ -46,9 +46,13 @@ def write_tars(folder, images, labels):
     assert sum(SIZES) == len(labels)
     samples = iter(enumerate(zip(images, labels, strict=True)))
     for number, size in enumerate(SIZES):
-        with webdataset.TarWriter(str(folder / f"digits-{number:02}.tar")) as tar:
+        with webdataset.TarWriter(
+            str(folder / f"digits-{number:02}.tar")
+        ) as tar:
             for key, (image, label) in (next(samples) for _ in range(size)):
-                tar.write({"__key__": f"{key:05}", "npy": image, "cls": int(label)})
+                tar.write(
+                    {"__key__": f"{key:05}", "npy": image, "cls": int(label)}
+                )
     command = [
         sys.executable,
         "-m",
@@ -72,8 +76,12 @@ def make_loader(where, mesh):
         where + "/digits-{00..09}.tar", index=where + "/index.json"
     )
     stream = tars.shuffle(200).decode().map(sample)
-    loader = paddle.io.DataLoader(stream, batch_size=BATCH_SIZE, num_workers=WORKERS)
-    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", seed=SEED)
+    loader = paddle.io.DataLoader(
+        stream, batch_size=BATCH_SIZE, num_workers=WORKERS
+    )
+    return paddle_shard.shard_dataloader(
+        loader, mesh, shard_dims="dp", seed=SEED
+    )
 
 
 def train(loader, mesh):
@@ -101,7 +109,9 @@ def train(loader, mesh):
             optimizer.step()
             optimizer.clear_grad()
             losses.append(
-                dist.reshard(loss, mesh, [dist.Replicate()])._local_value().item()
+                dist.reshard(loss, mesh, [dist.Replicate()])
+                ._local_value()
+                .item()
             )
             keys += paddle_shard.gather_valid(key, batches.valid).tolist()
         epochs.append(keys)
@@ -138,7 +148,9 @@ def main():
 
     losses, epochs, model = train(make_loader(folder, mesh), mesh)
     for keys in epochs:
-        assert sorted(keys) == list(range(len(labels))), "each image exactly once"
+        assert sorted(keys) == list(range(len(labels))), (
+            "each image exactly once"
+        )
     assert len({str(keys) for keys in epochs}) == EPOCHS, (
         "each epoch has an order of its own"
     )
@@ -146,9 +158,13 @@ def main():
     assert over_http == losses, "the same run over HTTP"
 
     found = model(
-        dist.shard_tensor(paddle.to_tensor(test_images), mesh, [dist.Replicate()])
+        dist.shard_tensor(
+            paddle.to_tensor(test_images), mesh, [dist.Replicate()]
+        )
     )
-    accuracy = float((found._local_value().numpy().argmax(1) == test_labels).mean())
+    accuracy = float(
+        (found._local_value().numpy().argmax(1) == test_labels).mean()
+    )
     assert accuracy > 0.93, accuracy
     if rank == 0:
         print(

@@ -31,7 +31,9 @@ def on_files(files, config):
     for source, page in PAGES.items():
         files.append(
             File.generated(
-                config, page, content=(ROOT / source).read_text(encoding="utf-8")
+                config,
+                page,
+                content=(ROOT / source).read_text(encoding="utf-8"),
             )
         )
     return files
@@ -53,11 +55,16 @@ def on_page_markdown(markdown, page, config, files):
     """Turn the links of a page: those to files of the repository lead to pages, or to where the file can be read."""
     here = page.file.src_uri
     source = next(
-        (source for source, name in PAGES.items() if name == here), f"docs/{here}"
+        (source for source, name in PAGES.items() if name == here),
+        f"docs/{here}",
     )
 
     def turned(found):
-        text, target, anchor = found["text"], found["target"], found["anchor"] or ""
+        text, target, anchor = (
+            found["text"],
+            found["target"],
+            found["anchor"] or "",
+        )
         if "://" in target or not target:
             return found[0]
         wanted = os.path.relpath(ROOT / Path(source).parent / target, ROOT)
@@ -67,7 +74,9 @@ def on_page_markdown(markdown, page, config, files):
         if name is not None and (
             name in PAGES.values() or (ROOT / "docs" / name).is_file()
         ):
-            return f"[{text}]({os.path.relpath(name, Path(here).parent)}{anchor})"
+            return (
+                f"[{text}]({os.path.relpath(name, Path(here).parent)}{anchor})"
+            )
         return (
             f"[{text}]({URL}/{wanted}{anchor})"
             if URL
@@ -76,7 +85,9 @@ def on_page_markdown(markdown, page, config, files):
             else f"`{wanted}`"
         )
 
-    outside = re.split(r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)
+    outside = re.split(
+        r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL
+    )
     pattern = re.compile(
         r"(?<!!)\[(?P<text>[^\]\n]+)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)"
     )
@@ -87,7 +98,8 @@ def on_page_markdown(markdown, page, config, files):
         else pattern.sub(
             turned,
             pictures.sub(
-                lambda one: one[1] + os.path.relpath(one[2], Path(here).parent), part
+                lambda one: one[1] + os.path.relpath(one[2], Path(here).parent),
+                part,
             ),
         )
         for part in outside

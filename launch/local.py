@@ -53,7 +53,13 @@ _LAUNCHER_READS = re.compile(
     "|NNODES|NPROC_PER_NODE|RANK|RANK_IN_NODE|RUN_MODE|SERVERS_ENDPOINTS|SERVER_NUM|SORT_IP|START_PORT"
     "|TRAINERS.*|TRAINER_.*|WITH_GLOO)"
 )
-_OLD_LOGS = ("workerlog.*", "exit.*", "envlog.*", "backup_env.*.json", "default.*.log")
+_OLD_LOGS = (
+    "workerlog.*",
+    "exit.*",
+    "envlog.*",
+    "backup_env.*.json",
+    "default.*.log",
+)
 
 
 def main() -> int:
@@ -77,7 +83,9 @@ def main() -> int:
         # the user's shell, makes it look for GPUs, even where Paddle is the CPU build.
         environment["CUDA_VISIBLE_DEVICES"] = "all"
         cores = len(os.sched_getaffinity(0))
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
+        environment.setdefault(
+            "OMP_NUM_THREADS", str(max(1, cores // num_ranks))
+        )
     else:
         num_ranks = len(options.gpus)
         command += ["--devices", ",".join(options.gpus)]
@@ -99,12 +107,17 @@ def main() -> int:
             return 2
         launcher_log.truncate(0)
         for path in (
-            path for pattern in _OLD_LOGS for path in options.log_dir.glob(pattern)
+            path
+            for pattern in _OLD_LOGS
+            for path in options.log_dir.glob(pattern)
         ):
             path.unlink()
         try:
-            return run(command, environment, num_ranks, options.log_dir, launcher_log)
-        except BrokenPipeError:  # as in `local.py ... | head`; the run has been killed
+            return run(
+                command, environment, num_ranks, options.log_dir, launcher_log
+            )
+        except BrokenPipeError:
+            # as in `local.py ... | head`; the run has been killed
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
 
@@ -118,7 +131,10 @@ def parse_arguments() -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="N processes on the CPU, over gloo"
+        "--processes",
+        type=int,
+        metavar="N",
+        help="N processes on the CPU, over gloo",
     )
     parser.add_argument(
         "--gpus", metavar="LIST", help="one process per GPU: 0,1 or all"
@@ -146,7 +162,9 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(
             f"script {options.script!r} is not a file, seen from {os.getcwd()}"
         )
-    if not options.script.endswith(".py") and not os.access(options.script, os.X_OK):
+    if not options.script.endswith(".py") and not os.access(
+        options.script, os.X_OK
+    ):
         parser.error(
             f"script {options.script!r} must end in .py or be executable (chmod +x)"
         )
@@ -179,7 +197,9 @@ def choose_gpus(wanted: str, visible: list[str]) -> list[str]:
             f"--gpus {wanted}: this Paddle sees no GPU; use --processes N to run on the CPU"
         )
     labels = (
-        visible if wanted == "all" else [label.strip() for label in wanted.split(",")]
+        visible
+        if wanted == "all"
+        else [label.strip() for label in wanted.split(",")]
     )
     if missing := [label for label in labels if label not in visible]:
         raise ValueError(
@@ -238,7 +258,9 @@ def run(
             follower.copy()
             if received and give_up is None:
                 give_up = time.monotonic() + GRACE_SECONDS
-                say(f"{signal.Signals(received[0]).name}: stopping; once more kills")
+                say(
+                    f"{signal.Signals(received[0]).name}: stopping; once more kills"
+                )
                 # To the ranks, as in a terminal without a launcher: this one would turn it into SIGTERM.
                 ranks = [pid for pid in _pids_of(run_id) if pid != launcher.pid]
                 _send(received[0], ranks or [launcher.pid])
@@ -282,11 +304,19 @@ class Follower:
 def explain_failure(launcher_code: int, num_ranks: int, log_dir: Path) -> int:
     """Show the end of every log, name the rank that failed first, and return the exit code to leave with."""
     ends = [(path.stat().st_mtime_ns, path) for path in log_dir.glob("exit.*")]
-    codes = {int(path.suffix[1:]): int(path.read_text()) for _, path in sorted(ends)}
+    codes = {
+        int(path.suffix[1:]): int(path.read_text()) for _, path in sorted(ends)
+    }
     first = next((rank for rank, code in codes.items() if code != 0), None)
-    logs = [log_dir / f"workerlog.{rank}" for rank in range(num_ranks) if rank != first]
+    logs = [
+        log_dir / f"workerlog.{rank}"
+        for rank in range(num_ranks)
+        if rank != first
+    ]
     # The cause comes last, nearest to the prompt.
-    logs.append(log_dir / ("launcher.log" if first is None else f"workerlog.{first}"))
+    logs.append(
+        log_dir / ("launcher.log" if first is None else f"workerlog.{first}")
+    )
     for path in (path for path in logs if path.exists()):
         lines = path.read_text(errors="replace").splitlines()
         cut = (
@@ -294,7 +324,12 @@ def explain_failure(launcher_code: int, num_ranks: int, log_dir: Path) -> int:
             if len(lines) > TAIL_LINES
             else ""
         )
-        print(f"--- {path}{cut} ---", *lines[-TAIL_LINES:], sep="\n", file=sys.stderr)
+        print(
+            f"--- {path}{cut} ---",
+            *lines[-TAIL_LINES:],
+            sep="\n",
+            file=sys.stderr,
+        )
     if first is None:
         say(
             f"the launcher ended with {how(launcher_code)}, no rank did; logs in {log_dir}"
@@ -309,7 +344,9 @@ def explain_failure(launcher_code: int, num_ranks: int, log_dir: Path) -> int:
 def how(code: int) -> str:
     """Return an exit code in words; 128 + n, or -n, is signal n."""
     number = code - 128 if code > 128 else -code
-    name = signal.Signals(number).name if number in set(signal.Signals) else None
+    name = (
+        signal.Signals(number).name if number in set(signal.Signals) else None
+    )
     return f"exit code {code}" if name is None else f"exit code {code} ({name})"
 
 

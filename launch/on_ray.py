@@ -57,10 +57,18 @@ class Rank:
         finally:
             for probe in probes:
                 probe.close()
-        return ray.util.get_node_ip_address(), free, list(map(str, ray.get_gpu_ids()))
+        return (
+            ray.util.get_node_ip_address(),
+            free,
+            list(map(str, ray.get_gpu_ids())),
+        )
 
     def start(
-        self, command: list[str], variables: dict[str, str], ip: str, folder: str | None
+        self,
+        command: list[str],
+        variables: dict[str, str],
+        ip: str,
+        folder: str | None,
     ) -> None:
         """Start the script in a folder, None: in the actor's own. It is killed if this actor dies."""
         import ctypes
@@ -86,7 +94,8 @@ class Rank:
         } | variables
         if "GLOO_SOCKET_IFNAME" not in env and (interface := _interface_of(ip)):
             env["GLOO_SOCKET_IFNAME"] = (
-                interface  # gloo would take what the host's name means, often 127.0.0.1
+                # gloo would take what the host's name means, often 127.0.0.1
+                interface
             )
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         kill_with_parent = ctypes.CDLL(None).prctl
@@ -151,7 +160,9 @@ def main() -> int:
     address = os.environ.get("RAY_ADDRESS", "")
     if found := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address):
         try:  # Ray itself would try for minutes
-            socket.create_connection((found[1], int(found[2])), CONNECT_SECONDS).close()
+            socket.create_connection(
+                (found[1], int(found[2])), CONNECT_SECONDS
+            ).close()
         except OSError as error:
             say(
                 f"no Ray cluster answers at RAY_ADDRESS={address} ({error}). Start one there, or correct or unset it"
@@ -165,7 +176,9 @@ def main() -> int:
         )
         return 2
     received: list[int] = []
-    runtime_env = {"working_dir": options.working_dir} if options.working_dir else None
+    runtime_env = (
+        {"working_dir": options.working_dir} if options.working_dir else None
+    )
     try:
         ray.init(address="auto", runtime_env=runtime_env, log_to_driver=False)
     except (ConnectionError, ValueError) as error:
@@ -179,7 +192,11 @@ def main() -> int:
         signal.signal(number, lambda number, frame: received.append(number))
     try:
         ranks = placed(options, received)
-        return 128 + received[0] if ranks is None else run(options, ranks, received)
+        return (
+            128 + received[0]
+            if ranks is None
+            else run(options, ranks, received)
+        )
     finally:
         ray.shutdown()  # and with it all actors and their ranks
 
@@ -232,19 +249,25 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def placed(options: argparse.Namespace, received: list[int]) -> list[Any] | None:
+def placed(
+    options: argparse.Namespace, received: list[int]
+) -> list[Any] | None:
     """Return an actor for each rank, once there is room for all of them; None if a signal came before."""
     import ray
 
     bundle = {"CPU": options.cpus} | ({"GPU": 1} if options.gpus else {})
-    group = ray.util.placement_group([bundle] * options.processes, strategy="PACK")
+    group = ray.util.placement_group(
+        [bundle] * options.processes, strategy="PACK"
+    )
     said = time.monotonic() + 10
     while not ray.wait([group.ready()], timeout=POLL_SECONDS)[0]:
         if received:
             return None
         if time.monotonic() > said:
             there = ray.cluster_resources()
-            has = f"{there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs"
+            has = (
+                f"{there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs"
+            )
             say(
                 f"waiting for room for {options.processes} x {bundle}; the cluster has {has}"
             )
@@ -268,7 +291,11 @@ def told(
     import ray
 
     found = list(
-        zip(ray.get([rank.where.remote(2) for rank in ranks]), ranks, strict=True)
+        zip(
+            ray.get([rank.where.remote(2) for rank in ranks]),
+            ranks,
+            strict=True,
+        )
     )
     found.sort(
         key=lambda one: (
@@ -297,7 +324,10 @@ def told(
             "PADDLE_AUTO_CLUSTER": "0",
         }
         if options.gpus:  # the only one that it sees
-            mine |= {"CUDA_VISIBLE_DEVICES": gpus[0], "FLAGS_selected_gpus": "0"}
+            mine |= {
+                "CUDA_VISIBLE_DEVICES": gpus[0],
+                "FLAGS_selected_gpus": "0",
+            }
         else:
             mine |= {
                 "PADDLE_DISTRI_BACKEND": "gloo",
@@ -307,7 +337,9 @@ def told(
     return [actor for _, actor in found], variables, ips
 
 
-def run(options: argparse.Namespace, ranks: list[Any], received: list[int]) -> int:
+def run(
+    options: argparse.Namespace, ranks: list[Any], received: list[int]
+) -> int:
     """Start the ranks, follow global rank 0, see the run to its end, and return its exit code."""
     import ray
 
@@ -323,7 +355,9 @@ def run(options: argparse.Namespace, ranks: list[Any], received: list[int]) -> i
             ]
         )
     except ray.exceptions.RayTaskError as error:
-        way_out = "run this in a folder that every node has, or give --working-dir"
+        way_out = (
+            "run this in a folder that every node has, or give --working-dir"
+        )
         say(
             f"the ranks cannot be started: {str(error.cause).splitlines()[0]}; {way_out}"
         )
@@ -342,7 +376,10 @@ def run(options: argparse.Namespace, ranks: list[Any], received: list[int]) -> i
             return 1
         sys.stdout.buffer.write(looks[0][0])
         sys.stdout.flush()
-        offset, codes = offset + len(looks[0][0]), [code for _, code, _ in looks]
+        offset, codes = (
+            offset + len(looks[0][0]),
+            [code for _, code, _ in looks],
+        )
         if received or any(codes) or None not in codes:
             break
         time.sleep(POLL_SECONDS)
@@ -369,7 +406,9 @@ def run(options: argparse.Namespace, ranks: list[Any], received: list[int]) -> i
             file=sys.stderr,
         )
     code = codes[first] or 1
-    say(f"rank {first} of {len(ranks)} failed with exit code {code}, on {ips[first]}")
+    say(
+        f"rank {first} of {len(ranks)} failed with exit code {code}, on {ips[first]}"
+    )
     return code if code > 0 else 128 - code
 
 

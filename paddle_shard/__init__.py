@@ -20,12 +20,20 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.data.packed import Packed as Packed
     from paddle_shard.data.shared_list import SharedList as SharedList
     from paddle_shard.data.stream import Stream as Stream
-    from paddle_shard.extras.buckets import BucketBatchSampler as BucketBatchSampler
+    from paddle_shard.extras.buckets import (
+        BucketBatchSampler as BucketBatchSampler,
+    )
     from paddle_shard.extras.checkpoints import Checkpoints as Checkpoints
     from paddle_shard.extras.ray_readers import RayReaders as RayReaders
-    from paddle_shard.extras.state_tensor import state_from_tensor as state_from_tensor
-    from paddle_shard.extras.state_tensor import state_to_tensor as state_to_tensor
-    from paddle_shard.extras.trainers.callback import TrainerCallback as TrainerCallback
+    from paddle_shard.extras.state_tensor import (
+        state_from_tensor as state_from_tensor,
+    )
+    from paddle_shard.extras.state_tensor import (
+        state_to_tensor as state_to_tensor,
+    )
+    from paddle_shard.extras.trainers.callback import (
+        TrainerCallback as TrainerCallback,
+    )
     from paddle_shard.extras.trainers.patch import patch_paddle as patch_paddle
     from paddle_shard.loader.api import shard_dataloader as shard_dataloader
     from paddle_shard.loader.gather import gather_valid as gather_valid

@@ -142,7 +142,9 @@ class ShardReadError(PaddleShardError, RuntimeError):
     offset: int | None = None
 
     @classmethod
-    def of(cls, text: str, shard: str, offset: int | None = None) -> ShardReadError:
+    def of(
+        cls, text: str, shard: str, offset: int | None = None
+    ) -> ShardReadError:
         """Return the error for a place in a file."""
         error = cls(text)
         error.shard, error.offset = shard, offset

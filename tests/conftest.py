@@ -42,7 +42,9 @@ OTHERS = {
     "demos": "PADDLE_SHARD_DEMOS",
     "trainers": "PADDLE_SHARD_TRAINER",
 }
-collect_ignore = [folder for folder, asked in OTHERS.items() if asked not in os.environ]
+collect_ignore = [
+    folder for folder, asked in OTHERS.items() if asked not in os.environ
+]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -29,8 +29,14 @@ PLAN = "plan --samples 100 --batch-size 4 --mesh dp=2 --data-axes dp"
 
 
 def run(*command, cwd=ROOT):
-    print("$", *(str(word).replace(str(ROOT), ".") for word in command), flush=True)
-    subprocess.run([str(word) for word in command], cwd=cwd, check=True, timeout=900)
+    print(
+        "$",
+        *(str(word).replace(str(ROOT), ".") for word in command),
+        flush=True,
+    )
+    subprocess.run(
+        [str(word) for word in command], cwd=cwd, check=True, timeout=900
+    )
 
 
 def example():
@@ -38,7 +44,9 @@ def example():
     readme = (ROOT / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]
     mesh = "[[0, 1], [2, 3]]"
-    assert code.count(mesh) == 1, f"the README's first example has no mesh {mesh}"
+    assert code.count(mesh) == 1, (
+        f"the README's first example has no mesh {mesh}"
+    )
     return code.replace(mesh, "[[0]]") + "print(loader)\n"
 
 
@@ -47,7 +55,8 @@ def contents():
     (wheel,), (sdist,) = DIST.glob("*.whl"), DIST.glob("*.tar.gz")
     inside = set(zipfile.ZipFile(wheel).namelist())
     packaged = {
-        str(path.relative_to(ROOT)) for path in (ROOT / "paddle_shard").rglob("*.py")
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "paddle_shard").rglob("*.py")
     }
     packaged.add("paddle_shard/py.typed")
     assert packaged <= inside, sorted(packaged - inside)
@@ -57,9 +66,15 @@ def contents():
         if not name.startswith(("paddle_shard/", "paddle_shard-"))
     }
     assert not strays, strays
-    assert any(name.endswith("/LICENSE") and "dist-info" in name for name in inside)
+    assert any(
+        name.endswith("/LICENSE") and "dist-info" in name for name in inside
+    )
     tracked = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, check=False, capture_output=True, text=True
+        ["git", "ls-files"],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
     ).stdout.split()
     with tarfile.open(sdist) as archive:
         there = {name.partition("/")[2] for name in archive.getnames()}

@@ -64,7 +64,8 @@ class Forks(Processes):
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            start_new_session=True,  # Ctrl-C is for this process, which ends that one
+            # Ctrl-C is for this process, which ends that one
+            start_new_session=True,
         )
         self._ended: dict[int, int] = {}
 
@@ -81,14 +82,20 @@ class Forks(Processes):
             for name, value in variables.items()
             if value != self._environment.get(name)
         )
-        if at_import := [name for name in changed if name.startswith(_READ_AT_IMPORT)]:
+        if at_import := [
+            name for name in changed if name.startswith(_READ_AT_IMPORT)
+        ]:
             raise ValueError(
                 f"env: {at_import} is read when Paddle is imported, before ranks are forked."
             )
-        pid = self._ask("start", list(command), dict(variables), str(log), os.getcwd())
+        pid = self._ask(
+            "start", list(command), dict(variables), str(log), os.getcwd()
+        )
         self._ended.pop(
-            pid, None
-        )  # of one that had the same number before: the system begins again at 32768
+            pid,
+            None,
+            # of one that had the same number before: the system begins again at 32768
+        )
         return Fork(self, pid)
 
     def preload(self, *modules: str) -> None:
@@ -97,7 +104,9 @@ class Forks(Processes):
 
     def ended(self) -> Mapping[int, int]:
         """Return the exit code of each process that was started and has ended; -n for signal n."""
-        self._ended.update({int(pid): code for pid, code in self._ask("ended").items()})
+        self._ended.update(
+            {int(pid): code for pid, code in self._ask("ended").items()}
+        )
         return self._ended
 
     def alive(self) -> set[int]:
@@ -154,12 +163,14 @@ def _descendants(pid: int) -> list[int]:
 
 def serve() -> None:
     """Be the process that forks: do what standard input asks for, to its end; a forked child becomes its script."""
-    sys.path[0] = str(Path(__file__).parents[1])  # not tests: it has a `multiprocess`
+    # not tests: it has a `multiprocess`
+    sys.path[0] = str(Path(__file__).parents[1])
     _import_what_ranks_use()
     # A rank's workers, when it has died, are this process's children, and so are found.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.collect()
-    gc.freeze()  # the children's collections pass over what is here now, so that they do not copy its memory
+    # the children's collections pass over what is here now, so that they do not copy its memory
+    gc.freeze()
     for line in sys.stdin:
         kind, *request = json.loads(line)
         answer: Any = None
@@ -185,7 +196,8 @@ def _import_what_ranks_use() -> None:
     """Do once what each rank would do: import Paddle, this library, and what both import when they are first used."""
     for name in ("paddle_shard.loader.api", "numpy.ma", "encodings.idna"):
         importlib.import_module(name)
-    list(tokenize.generate_tokens(io.StringIO().readline))  # compiles its patterns
+    # compiles its patterns
+    list(tokenize.generate_tokens(io.StringIO().readline))
     importlib.import_module("numpy").random.seed()
     core = importlib.import_module("paddle.base.core")
     # A forked process that ends would copy the memory of all kernels to free them.
@@ -236,7 +248,10 @@ def _become(
     script = types.ModuleType("__main__")
     script.__file__ = command[0]
     sys.modules["__main__"] = script
-    exec(compile(Path(command[0]).read_bytes(), command[0], "exec"), script.__dict__)
+    exec(
+        compile(Path(command[0]).read_bytes(), command[0], "exec"),
+        script.__dict__,
+    )
     _end()
 
 

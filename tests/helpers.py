@@ -31,7 +31,9 @@ ONE, DP2 = mesh([0]), mesh([0, 1])
 
 
 def sharded(given, meshes=DP2, dims="dp", **options):
-    return paddle_shard.shard_dataloader(given, meshes, shard_dims=dims, **options)
+    return paddle_shard.shard_dataloader(
+        given, meshes, shard_dims=dims, **options
+    )
 
 
 def local(batch):

@@ -22,7 +22,9 @@ def start_ranks(*args, **options):
 
 def run_ranks(*args, **options):
     """`paddle_shard.testing.run_ranks`, of forked ranks."""
-    return testing.run_ranks(*args, processes=forks_of_process(os.getpid()), **options)
+    return testing.run_ranks(
+        *args, processes=forks_of_process(os.getpid()), **options
+    )
 
 
 def preload(*modules):
@@ -51,7 +53,9 @@ def run_script(script, directory, timeout=HANG):
     return codes.get(0), (Path(directory) / "workerlog.0").read_text(), left
 
 
-def launch_ranks(script, num_ranks, directory, *, args=(), env=None, timeout=120.0):
+def launch_ranks(
+    script, num_ranks, directory, *, args=(), env=None, timeout=120.0
+):
     """Return the reports of ranks that `python -m paddle.distributed.launch` has started."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

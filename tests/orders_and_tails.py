@@ -17,7 +17,8 @@ ALL = [BLOCKS if name == "blocks" else name for name in ORDERINGS]
 def _of_any_mesh(shuffle):
     ordering = find_ordering(shuffle)
     one, two = (
-        ordering.fingerprint(num_data_ranks=ranks, accumulation=1) for ranks in (1, 2)
+        ordering.fingerprint(num_data_ranks=ranks, accumulation=1)
+        for ranks in (1, 2)
     )
     return one == two
 
@@ -34,12 +35,19 @@ def delivered(plan, epoch=0):
     """The samples of the real rows of an epoch, over all steps and data ranks, as each data rank reads them."""
     found = []
     for step in range(plan.num_steps):
-        num_rows, micro_size = plan.num_rows(step=step), plan.micro_size(step=step)
+        num_rows, micro_size = (
+            plan.num_rows(step=step),
+            plan.micro_size(step=step),
+        )
         for data_rank in range(plan.num_data_ranks):
-            rows = slice_rows(num_rows, plan.num_data_ranks, data_rank, micro_size)
+            rows = slice_rows(
+                num_rows, plan.num_data_ranks, data_rank, micro_size
+            )
             batches = global_batches(plan, epoch, [step])
             [made] = rank_steps(batches, epoch, lambda *_, rows=rows: rows)
-            real = np.ones(len(rows), bool) if made.valid is None else made.valid
+            real = (
+                np.ones(len(rows), bool) if made.valid is None else made.valid
+            )
             found += plan.indices(epoch=epoch, step=step, data_rank=data_rank)[
                 real
             ].tolist()
@@ -62,8 +70,14 @@ def check_some_steps(plan, epoch=0):
         assert len(set(read[:num_positions].tolist())) == num_positions
         for rank, part in enumerate(parts):
             for row in range(
-                0, min(len(part), num_positions - rank * len(part)), 1 + len(part) // 5
+                0,
+                min(len(part), num_positions - rank * len(part)),
+                1 + len(part) // 5,
             ):
                 place = plan.where(epoch=epoch, sample=int(part[row]))
-                assert (place.step, place.data_rank, place.row) == (step, rank, row)
+                assert (place.step, place.data_rank, place.row) == (
+                    step,
+                    rank,
+                    row,
+                )
     assert plan.num_served == plan.num_positions

@@ -28,7 +28,9 @@ def layouts(draw: st.DrawFn, max_ranks: int = 16) -> MeshLayout:
             unique=True,
         )
     )
-    return MeshLayout(shape=tuple(shape), axes=tuple(axes), process_ids=tuple(ids))
+    return MeshLayout(
+        shape=tuple(shape), axes=tuple(axes), process_ids=tuple(ids)
+    )
 
 
 @st.composite
@@ -37,5 +39,7 @@ def layouts_with_data_axes(
 ) -> tuple[MeshLayout, tuple[str, ...]]:
     """A mesh and the axes that split the data: one or several, in any order."""
     layout = draw(layouts(max_ranks))
-    data_axes = draw(st.lists(st.sampled_from(layout.axes), min_size=1, unique=True))
+    data_axes = draw(
+        st.lists(st.sampled_from(layout.axes), min_size=1, unique=True)
+    )
     return layout, tuple(data_axes)

@@ -71,7 +71,9 @@ def test_help_of_a_dataclass_describes_each_field():
 
 def test_signature_of_shard_dataloader_has_types():
     parameters = inspect.signature(paddle_shard.shard_dataloader).parameters
-    vague = [name for name in parameters if parameters[name].annotation == "Any"]
+    vague = [
+        name for name in parameters if parameters[name].annotation == "Any"
+    ]
 
     assert vague == []
     assert "ProcessMesh" in parameters["meshes"].annotation
@@ -113,7 +115,9 @@ def test_file_streams_have_the_defaults_of_their_sources(method, source):
     of_stream, of_source = (
         dict(inspect.signature(one).parameters) for one in (method, source)
     )
-    defaults = {name: of_source[name].default for name in FileOptions.__annotations__}
+    defaults = {
+        name: of_source[name].default for name in FileOptions.__annotations__
+    }
 
     assert "options" in of_stream
     assert defaults == {
@@ -138,10 +142,21 @@ def test_help_of_a_stream_shows_its_public_methods_only():
             "webdataset",
             "huggingface",
         ),
-        *("decode", "map", "filter", "shuffle", "batch", "unbatch", "repeat", "pack"),
+        *(
+            "decode",
+            "map",
+            "filter",
+            "shuffle",
+            "batch",
+            "unbatch",
+            "repeat",
+            "pack",
+        ),
         *("sharding_filter", "in_parts"),
     }
-    assert not [name for name in vars(Stream.of([1])) if not name.startswith("_")]
+    assert not [
+        name for name in vars(Stream.of([1])) if not name.startswith("_")
+    ]
 
 
 def test_repr_of_public_objects_says_what_they_are(tmp_path):
@@ -153,7 +168,9 @@ def test_repr_of_public_objects_says_what_they_are(tmp_path):
         {"web": stream, "code": Stream.of([1, 2])}, {"web": 3, "code": 1}
     )
     assert repr(mixed) == "Stream(Mix of web 0.75, code 0.25)"
-    of_mixed = paddle_shard.shard_dataloader(mixed.batch(2), ONE, shard_dims="dp")
+    of_mixed = paddle_shard.shard_dataloader(
+        mixed.batch(2), ONE, shard_dims="dp"
+    )
     assert "Stream(Mix of web 0.75, code 0.25 > Group)" in repr(of_mixed)
 
     given = paddle.io.DataLoader(Numbers(), batch_size=2)
@@ -161,7 +178,9 @@ def test_repr_of_public_objects_says_what_they_are(tmp_path):
     batches = iter(loader)
     next(batches)
     assert repr(loader()) == repr(loader)
-    assert repr(batches) == f"ShardIterator(epoch 0, step 1, open, of {loader!r})"
+    assert (
+        repr(batches) == f"ShardIterator(epoch 0, step 1, open, of {loader!r})"
+    )
     batches.close()
     assert "step 1, closed" in repr(batches)
 

@@ -44,7 +44,10 @@ THIRD_PARTIES = {
 GROUND = {"errors", "version"}
 """Files beside the rooms that every room may import."""
 FLOORS = {  # room -> what it may import of ours, and which third parties
-    room: (GROUND | set(ROOMS[:floor]), THIRD_PARTIES.get(room, {"numpy", "paddle"}))
+    room: (
+        GROUND | set(ROOMS[:floor]),
+        THIRD_PARTIES.get(room, {"numpy", "paddle"}),
+    )
     for floor, room in enumerate(ROOMS)
 }
 FLOORS["placement"][0].remove("ranks")
@@ -79,7 +82,9 @@ def imports(path):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             if node.module == "paddle_shard":
-                yield from (f"paddle_shard.{alias.name}" for alias in node.names)
+                yield from (
+                    f"paddle_shard.{alias.name}" for alias in node.names
+                )
             else:
                 yield node.module
 
@@ -98,9 +103,12 @@ def circles(package):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module:
                 named = [f"{node.module}.{alias.name}" for alias in node.names]
-                asked |= {name if name in paths else node.module for name in named}
+                asked |= {
+                    name if name in paths else node.module for name in named
+                }
         found[name] = asked & set(paths) - {name}
-    while True:  # neither what imports nothing, nor what nobody imports, is in a circle
+    # neither what imports nothing, nor what nobody imports, is in a circle
+    while True:
         wanted = set().union(*found.values()) if found else set()
         kept = {
             name: asked & set(found)
@@ -128,7 +136,9 @@ def test_planted_circle_is_seen(through, tmp_path):
         )
     (package / "leaf.py").write_text("from paddle_shard.a import A\n")
 
-    assert circles(package) == [f"paddle_shard.{name}" for name in ("a", *through)]
+    assert circles(package) == [
+        f"paddle_shard.{name}" for name in ("a", *through)
+    ]
 
 
 def violations(package):
@@ -146,7 +156,8 @@ def violations(package):
                 if other not in ours | {room}:
                     found.append(f"{path.relative_to(package)}: imports {name}")
             elif top not in sys.stdlib_module_names and not any(
-                name == allowed or name.startswith(f"{allowed}.") for allowed in theirs
+                name == allowed or name.startswith(f"{allowed}.")
+                for allowed in theirs
             ):
                 found.append(f"{path.relative_to(package)}: imports {name}")
     return found
@@ -227,7 +238,9 @@ def loaded_by(package_dir):
     import numpy
 
     env = {"PYTHONPATH": str(Path(numpy.__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=env
+    )
     return set(done.stdout.split()) - set(sys.stdlib_module_names)
 
 
@@ -274,7 +287,9 @@ def test_demos_import_names_that_exist(folder):
             ):
                 module = importlib.import_module(node.module)
                 names = [
-                    one.name for one in node.names if not hasattr(module, one.name)
+                    one.name
+                    for one in node.names
+                    if not hasattr(module, one.name)
                 ]
                 missing += [(path.name, node.module, name) for name in names]
     assert missing == []

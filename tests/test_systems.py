@@ -39,7 +39,9 @@ def run(code):
 
 def test_plan_works_without_what_only_linux_has():
     plan = "plan = paddle_shard.ShardPlan(num_samples=10, batch_size=4, num_data_ranks=2)\n"
-    done = run(plan + "print(plan.num_steps, paddle_shard.ArrayDataset.__name__)")
+    done = run(
+        plan + "print(plan.num_steps, paddle_shard.ArrayDataset.__name__)"
+    )
 
     assert (done.stdout, done.stderr) == ("3 ArrayDataset\n", "")
 

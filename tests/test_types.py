@@ -47,7 +47,9 @@ def test_public_names_are_typed(tmp_path):
         env={**os.environ, "MYPYPATH": str(ROOT)},
     )
 
-    said = [line.partition("script.py:")[2] for line in done.stdout.splitlines()]
+    said = [
+        line.partition("script.py:")[2] for line in done.stdout.splitlines()
+    ]
     errors = [line for line in said if " error: " in line]
     assert len(errors) == 2, done.stdout + done.stderr
     assert errors[0].startswith(
@@ -63,4 +65,6 @@ def test_public_names_are_typed(tmp_path):
             strict=True,
         )
     )
-    assert {name for name, line in types.items() if line.endswith('"Any"')} == set()
+    assert {
+        name for name, line in types.items() if line.endswith('"Any"')
+    } == set()

@@ -31,7 +31,8 @@ def tested(environment, options):
     results.parent.mkdir(parents=True, exist_ok=True)
     print(f"== {environment}", flush=True)
     done = subprocess.run(
-        [python, "-m", "pytest", "-q", *options, f"--junit-xml={results}"], cwd=ROOT
+        [python, "-m", "pytest", "-q", *options, f"--junit-xml={results}"],
+        cwd=ROOT,
     )
     if done.returncode:
         return None
@@ -66,7 +67,9 @@ def put(page, row, on):
     }
     lines = sorted(
         minor.values(),
-        key=lambda one: [[int(part) for part in text.split(".")] for text in one[:2]],
+        key=lambda one: [
+            [int(part) for part in text.split(".")] for text in one[:2]
+        ],
     )
     return (
         head

@@ -35,7 +35,11 @@ def noisy_digits(shard_id, num_shards, folder):
         random_shuffle=True,
     )
     image = row[:64] + fn.random.normal(stddev=0.02, shape=[64])
-    return image, fn.cast_like(row[64], np.int64(0)), fn.cast_like(row[65], np.int64(0))
+    return (
+        image,
+        fn.cast_like(row[64], np.int64(0)),
+        fn.cast_like(row[65], np.int64(0)),
+    )
 
 
 if __name__ == "__main__":
@@ -45,5 +49,7 @@ if __name__ == "__main__":
         options = {"num_threads": 1, "device_id": None, "folder": folder}
         train(
             "dali",
-            lambda: dali_pipeline(noisy_digits, batch_size=BATCH_SIZE, **options),
+            lambda: dali_pipeline(
+                noisy_digits, batch_size=BATCH_SIZE, **options
+            ),
         )

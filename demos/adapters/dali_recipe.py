@@ -108,7 +108,9 @@ class _Pass:
     def __iter__(self) -> Iterator[Any]:
         while self._delivered < self._length:
             rows = min(self._rows, self._length - self._delivered)
-            outputs = [self._array(output, rows) for output in self._pipeline.run()]
+            outputs = [
+                self._array(output, rows) for output in self._pipeline.run()
+            ]
             self._delivered += rows
             if self._fields is None:
                 yield outputs
@@ -180,7 +182,10 @@ def _checked(pipeline: Any, share: ShardOptions, rows: int) -> int:
             "external source loses a short last batch.) Use a reader of fn.readers."
         )
     for name, meta in readers.items():
-        found = {"shard_id": meta["shard_id"], "num_shards": meta["number_of_shards"]}
+        found = {
+            "shard_id": meta["shard_id"],
+            "num_shards": meta["number_of_shards"],
+        }
         fix = "Give the reader the shard_id and num_shards that build_pipeline is called with."
         shares.check_share(found, share, f"dali: the reader {name!r}", fix)
     sizes = {name: meta["epoch_size"] for name, meta in readers.items()}

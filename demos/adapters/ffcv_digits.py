@@ -20,7 +20,11 @@ FIELDS = {
     "label": IntField(),
     "id": IntField(),
 }
-PIPELINES = {"image": [NDArrayDecoder()], "label": [IntDecoder()], "id": [IntDecoder()]}
+PIPELINES = {
+    "image": [NDArrayDecoder()],
+    "label": [IntDecoder()],
+    "id": [IntDecoder()],
+}
 
 
 class Digits:

@@ -63,7 +63,11 @@ def ffcv_loader(
         raise ArgumentError(
             f"ffcv_loader: shuffle must be False, True or 'quasi', got {shuffle!r}."
         )
-    settings = {"fname": os.fspath(fname), "num_workers": num_workers, **options}
+    settings = {
+        "fname": os.fspath(fname),
+        "num_workers": num_workers,
+        **options,
+    }
     chosen = None if indices is None else np.array(indices, np.int64)
     ready: dict[tuple[int, int, int, int], Any] = {}
 
@@ -116,7 +120,9 @@ def _make(
         from ffcv.reader import Reader
 
         chosen = np.arange(
-            Reader(settings["fname"], settings.get("custom_fields", {})).num_samples
+            Reader(
+                settings["fname"], settings.get("custom_fields", {})
+            ).num_samples
         )
     first, last = (
         len(chosen) * part // share.num_shards
@@ -150,7 +156,11 @@ class _Pass:
             )
             self._order = np.asarray(loader.next_traversal_order())
         else:
-            every = np.arange(loader.reader.num_samples) if chosen is None else chosen
+            every = (
+                np.arange(loader.reader.num_samples)
+                if chosen is None
+                else chosen
+            )
             if shuffle:
                 every = np.random.default_rng(
                     seed_of(share, "order", bits=63)
@@ -185,7 +195,11 @@ class _Pass:
             for batch in batches:
                 leaves = [_own(leaf) for leaf in batch]
                 self._delivered += len(leaves[0])
-                yield dict(zip(names, leaves, strict=True)) if self._as_dict else leaves
+                yield (
+                    dict(zip(names, leaves, strict=True))
+                    if self._as_dict
+                    else leaves
+                )
         finally:
             # Not waited for: this may be run by the garbage collector, in any thread and under any lock.
             batches.terminate_event.set()
@@ -226,7 +240,9 @@ def _reading_class() -> Any:
 class _Ending(Queue[Any]):
     """A queue that always has room for the end, also when nobody takes from it any more."""
 
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+    def put(
+        self, item: Any, block: bool = True, timeout: float | None = None
+    ) -> None:
         """Put an item; None is the end."""
         if item is None:
             self.maxsize = 0

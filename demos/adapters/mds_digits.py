@@ -41,5 +41,7 @@ def make_source(folder):
 if __name__ == "__main__":
     dist.init_parallel_env()
     with tempfile.TemporaryDirectory() as own:
-        folder = written_once(lambda: write(f"{own}/remote").removesuffix("/remote"))
+        folder = written_once(
+            lambda: write(f"{own}/remote").removesuffix("/remote")
+        )
         train("mds", lambda: make_source(folder))

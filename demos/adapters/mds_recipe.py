@@ -31,10 +31,19 @@ from paddle_shard.core.collate import collate
 from paddle_shard.data.external import ExternalLoader, ShardOptions
 from paddle_shard.data.files.files import needs
 from paddle_shard.data.files.locks import file_lock
-from paddle_shard.errors import ArgumentError, MissingDependencyError, SplitError
+from paddle_shard.errors import (
+    ArgumentError,
+    MissingDependencyError,
+    SplitError,
+)
 from paddle_shard.plan.seeding import derive_seed
 
-_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+_ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+}
 _OURS = {
     "batching_method": "other methods than 'random' leave samples out",
     "num_canonical_nodes": "it must be a multiple of the data ranks, which are known only later",
@@ -131,19 +140,28 @@ class _Pass:
         transform: Callable[[Mapping[str, Any]], Any],
         collate_fn: Callable[[list[Any]], Any],
     ) -> None:
-        self._share, self._transform, self._collate_fn = share, transform, collate_fn
+        self._share, self._transform, self._collate_fn = (
+            share,
+            transform,
+            collate_fn,
+        )
         self._rows = shares.local_rows(batch_size, share)
         self._dataset, self._close = _open(share, settings, self._rows)
         # Close in a new thread: the garbage collector may run this in any thread and under any lock.
         weakref.finalize(self, start_new_thread, self._close, ()).atexit = False
-        self._same = {"samples": self._dataset.num_samples, "batch_size": batch_size}
+        self._same = {
+            "samples": self._dataset.num_samples,
+            "batch_size": batch_size,
+        }
         self._delivered = 0
         if share.state is None:
             self._dataset.next_epoch = share.epoch
         else:
             shares.check_same(share, **self._same)
             self._delivered = share.state["delivered"]
-            self._dataset.load_state_dict(shares.from_json(share.state["library"]))
+            self._dataset.load_state_dict(
+                shares.from_json(share.state["library"])
+            )
 
     def __iter__(self) -> Iterator[Any]:
         samples = map(self._transform, self._dataset)
@@ -156,7 +174,9 @@ class _Pass:
         """Return the state after the last batch that was taken."""
         # The library counts the samples of all ranks.
         seen = self._delivered * self._share.num_shards
-        library = self._dataset.state_dict(num_samples=seen, from_beginning=True)
+        library = self._dataset.state_dict(
+            num_samples=seen, from_beginning=True
+        )
         return {
             "delivered": self._delivered,
             "library": shares.to_json(library),
@@ -181,13 +201,18 @@ def _open(
     settings, lane = dict(settings), None
     if settings["remote"] is not None:
         settings["local"], lane = _claim(settings["local"], share)
-    seed = derive_seed("mds", share.seed) >> 34  # the library adds the epoch to it
+    # the library adds the epoch to it
+    seed = derive_seed("mds", share.seed) >> 34
     # One process of the host at a time looks for free names of shared memory, since the library has no lock.
     # The data set is alone on its "host", so that no rank waits for another. Below, it gets its data rank.
     one_at_a_time = os.path.join(
         tempfile.gettempdir(), f"paddle_shard_mds_{os.getuid()}.lock"
     )
-    with open(one_at_a_time, "wb") as lock, file_lock(lock), _environment(_ALONE):
+    with (
+        open(one_at_a_time, "wb") as lock,
+        file_lock(lock),
+        _environment(_ALONE),
+    ):
         dataset = streaming.StreamingDataset(
             batch_size=rows, shuffle_seed=seed, **settings
         )
@@ -211,7 +236,9 @@ def _open(
         wanted = np.bincount(
             dataset.resample_streams(epoch)[1], minlength=dataset.num_samples
         )
-        kept: npt.NDArray[np.int64] = _as_often_as(wanted, ids[:, 0, 0])[share.shard]
+        kept: npt.NDArray[np.int64] = _as_often_as(wanted, ids[:, 0, 0])[
+            share.shard
+        ]
         return kept[kept >= 0][sample_in_epoch // share.num_shards :]
 
     dataset._get_work = work
@@ -238,7 +265,9 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _prepared_alone(prepare: Callable[[Any], int], lock_file: str, shard: Any) -> int:
+def _prepared_alone(
+    prepare: Callable[[Any], int], lock_file: str, shard: Any
+) -> int:
     with open(lock_file, "wb") as lock, file_lock(lock):
         return prepare(shard)
 
@@ -258,7 +287,10 @@ def _closing(dataset: Any, lane: Any) -> Callable[[], None]:
             dataset._iterator.non_blocking_exit()
         if hasattr(dataset, "_executor"):
             dataset._executor.shutdown(wait=True, cancel_futures=True)
-        for memory in (*_MEMORIES(dataset), getattr(dataset, "_resume_shm", None)):
+        for memory in (
+            *_MEMORIES(dataset),
+            getattr(dataset, "_resume_shm", None),
+        ):
             if memory is not None:
                 atexit.unregister(memory.cleanup)
                 memory.cleanup()
@@ -308,7 +340,9 @@ def _claim(local: str, share: ShardOptions) -> tuple[str, Any]:
     The library does not allow two data sets on one directory. Each process takes the first free directory of its data
     rank. So these are the same directories in each pass, and their downloads are used again.
     """
-    folder = os.path.join(local, f"data-rank-{share.shard}-of-{share.num_shards}")
+    folder = os.path.join(
+        local, f"data-rank-{share.shard}-of-{share.num_shards}"
+    )
     os.makedirs(folder, exist_ok=True)
     for number in count():
         lock = open(os.path.join(folder, f"{number}.lock"), "w")  # noqa: SIM115 - it is held

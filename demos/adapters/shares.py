@@ -32,7 +32,9 @@ def local_rows(batch_size: int, share: ShardOptions) -> int:
 
 def seed_of(share: ShardOptions, *purpose: Any, bits: int = 31) -> int:
     """Return a seed of `bits` bits for this epoch, the same on every data rank."""
-    return derive_seed("adapter", share.seed, share.epoch, *purpose) >> (64 - bits)
+    return derive_seed("adapter", share.seed, share.epoch, *purpose) >> (
+        64 - bits
+    )
 
 
 def check_share(
@@ -126,7 +128,10 @@ def to_json(value: Any, path: str = "state") -> Any:
         return items if isinstance(value, list) else {_TAG: ["tuple", items]}
     if isinstance(value, Mapping):
         pairs = [
-            [to_json(key, f"a key of {path}"), to_json(item, f"{path}[{key!r}]")]
+            [
+                to_json(key, f"a key of {path}"),
+                to_json(item, f"{path}[{key!r}]"),
+            ]
             for key, item in value.items()
         ]
         plain = all(isinstance(key, str) and key != _TAG for key in value)
@@ -170,7 +175,9 @@ def from_json(value: Any) -> Any:
     kind, content, *about = value[_TAG]
     if kind in ("tuple", "dict"):
         return (
-            tuple(from_json(content)) if kind == "tuple" else dict(from_json(content))
+            tuple(from_json(content))
+            if kind == "tuple"
+            else dict(from_json(content))
         )
     if kind not in ("bytes", "array", "tensor"):
         raise StateError(f"state: {kind!r} is no kind of value that is known.")

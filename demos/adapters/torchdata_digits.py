@@ -25,5 +25,7 @@ if __name__ == "__main__":
     dist.init_parallel_env()
     train(
         "torchdata",
-        lambda: stateful_dataloader(Digits(), batch_size=BATCH_SIZE, shuffle=True),
+        lambda: stateful_dataloader(
+            Digits(), batch_size=BATCH_SIZE, shuffle=True
+        ),
     )

@@ -153,7 +153,9 @@ class _Pass:
         if share.state is not None:
             shares.check_same(share, **self._same)
             self._batches = share.state["batches"]
-            self._loader.load_state_dict(shares.from_json(share.state["library"]))
+            self._loader.load_state_dict(
+                shares.from_json(share.state["library"])
+            )
 
     def __iter__(self) -> Iterator[Any]:
         import torch
@@ -204,7 +206,10 @@ def _check_ranks(loader: Any, share: ShardOptions) -> None:
         name = type(found).__name__
         for count_name in ("num_replicas", "world_size"):
             if hasattr(found, "rank") and hasattr(found, count_name):
-                has = {"rank": found.rank, count_name: getattr(found, count_name)}
+                has = {
+                    "rank": found.rank,
+                    count_name: getattr(found, count_name),
+                }
                 fix = f"Pass {name}(rank=share.shard, {count_name}=share.num_shards)."
                 shares.check_share(has, share, f"torchdata: the {name}", fix)
         if not isinstance(

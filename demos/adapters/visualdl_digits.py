@@ -40,7 +40,9 @@ def main():
     if first:
         shutil.rmtree(FOLDER, ignore_errors=True)
     given = paddle.io.DataLoader(dataset, batch_size=32, shuffle=True)
-    loader = paddle_shard.shard_dataloader(given, MESH, shard_dims="dp", prefetch=0)
+    loader = paddle_shard.shard_dataloader(
+        given, MESH, shard_dims="dp", prefetch=0
+    )
     model = paddle.nn.Linear(64, 10)
     dist.shard_layer(model, MESH, lambda name, layer, mesh: None)
     optimizer = paddle.optimizer.Adam(0.01, parameters=model.parameters())
@@ -67,7 +69,9 @@ def main():
 
 def check(loader, advice):
     """Read the log as VisualDL's page does."""
-    [file] = [name for name in os.listdir(FOLDER) if name.startswith("vdlrecords")]
+    [file] = [
+        name for name in os.listdir(FOLDER) if name.startswith("vdlrecords")
+    ]
     reader = LogReader(file_path=os.path.join(FOLDER, file))
     tags = reader.get_tags()["scalar"]
     assert {"train/loss", *loader.stats.scalars()} == set(tags), tags

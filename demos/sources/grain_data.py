@@ -19,8 +19,12 @@ BATCH_SIZE, WORKERS, ELEMENTS = 16, 2, 320
 
 
 def by_index(mesh):
-    dataset = grain.MapDataset.range(ELEMENTS).map(lambda i: {"id": i, "square": i * i})
-    loader = paddle.io.DataLoader(dataset, batch_size=BATCH_SIZE, num_workers=WORKERS)
+    dataset = grain.MapDataset.range(ELEMENTS).map(
+        lambda i: {"id": i, "square": i * i}
+    )
+    loader = paddle.io.DataLoader(
+        dataset, batch_size=BATCH_SIZE, num_workers=WORKERS
+    )
     return paddle_shard.shard_dataloader(
         loader, mesh, shard_dims="dp", shuffle=True, seed=5
     )
@@ -29,18 +33,25 @@ def by_index(mesh):
 def by_its_own_iterator(mesh):
     def build(share):
         shuffled = (
-            grain.MapDataset.range(ELEMENTS).seed(share.seed + share.epoch).shuffle()
+            grain.MapDataset.range(ELEMENTS)
+            .seed(share.seed + share.epoch)
+            .shuffle()
         )
         mine = shuffled[share.shard :: share.num_shards].map(
             lambda i: {"id": i, "square": i * i}
         )
-        batches = iter(mine.to_iter_dataset().batch(BATCH_SIZE // share.num_shards))
+        batches = iter(
+            mine.to_iter_dataset().batch(BATCH_SIZE // share.num_shards)
+        )
         if share.state is not None:
             batches.set_state(share.state)
         return batches
 
     loader = paddle_shard.ExternalLoader(
-        build, name="grain", save=lambda batches: batches.get_state(), repeatable=True
+        build,
+        name="grain",
+        save=lambda batches: batches.get_state(),
+        repeatable=True,
     )
     return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", seed=5)
 

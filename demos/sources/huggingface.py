@@ -23,7 +23,9 @@ BATCH_SIZE, WORKERS, SAMPLES = 16, 2, 500
 
 
 def make(data, mesh, shuffle=None):
-    loader = paddle.io.DataLoader(data, batch_size=BATCH_SIZE, num_workers=WORKERS)
+    loader = paddle.io.DataLoader(
+        data, batch_size=BATCH_SIZE, num_workers=WORKERS
+    )
     return paddle_shard.shard_dataloader(
         loader, mesh, shard_dims="dp", shuffle=shuffle, seed=5
     )
@@ -42,9 +44,9 @@ def ids_of(loader):
 def main():
     dist.init_parallel_env()
     mesh = dist.ProcessMesh(np.arange(dist.get_world_size()), dim_names=["dp"])
-    indexed = datasets.Dataset.from_dict({"id": list(range(SAMPLES))}).with_format(
-        "numpy"
-    )
+    indexed = datasets.Dataset.from_dict(
+        {"id": list(range(SAMPLES))}
+    ).with_format("numpy")
     # As load_dataset(..., streaming=True) gives it. Its own shuffle needs a seed: the same on every rank.
     streamed = indexed.to_iterable_dataset(num_shards=10).shuffle(
         seed=1, buffer_size=50
@@ -59,7 +61,9 @@ def main():
     for name, loader in loaders.items():
         epochs = [ids_of(loader) for _ in range(2)]
         for ids in epochs:
-            assert sorted(ids) == list(range(SAMPLES)), "each sample exactly once"
+            assert sorted(ids) == list(range(SAMPLES)), (
+                "each sample exactly once"
+            )
         assert epochs[0] != epochs[1], "each epoch has an order of its own"
         if dist.get_rank() == 0:
             print(
@@ -68,7 +72,9 @@ def main():
             )
     try:
         Stream.huggingface(
-            split_dataset_by_node(streamed, dist.get_rank(), dist.get_world_size())
+            split_dataset_by_node(
+                streamed, dist.get_rank(), dist.get_world_size()
+            )
         )
     except SplitError as error:
         refused = str(error)

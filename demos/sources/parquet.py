@@ -40,7 +40,9 @@ def write_files(folder):
 
 def make(files, mesh):
     stream = Stream.parquet(files, columns=["id", "vector"]).shuffle(64)
-    loader = paddle.io.DataLoader(stream, batch_size=BATCH_SIZE, num_workers=WORKERS)
+    loader = paddle.io.DataLoader(
+        stream, batch_size=BATCH_SIZE, num_workers=WORKERS
+    )
     return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", seed=5)
 
 

@@ -47,7 +47,15 @@ def start_server():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "moto.server",
+        "-H",
+        "127.0.0.1",
+        "-p",
+        str(port),
+    ]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -67,8 +75,12 @@ def upload():
     system.mkdir("bucket")
     for number in range(FILES):
         ids = list(range(number * ROWS, (number + 1) * ROWS))
-        system.pipe_file(f"bucket/{number}.txt", "\n".join(map(str, ids)).encode())
-        pq.write_table(pa.table({"id": ids}), buffer := io.BytesIO(), row_group_size=10)
+        system.pipe_file(
+            f"bucket/{number}.txt", "\n".join(map(str, ids)).encode()
+        )
+        pq.write_table(
+            pa.table({"id": ids}), buffer := io.BytesIO(), row_group_size=10
+        )
         system.pipe_file(f"bucket/{number}.parquet", buffer.getvalue())
 
 
@@ -88,7 +100,9 @@ def main():
             upload()
         dist.barrier()
         streams = {
-            "lines": Stream.lines(urls("txt")).map(lambda line: {"id": int(line)}),
+            "lines": Stream.lines(urls("txt")).map(
+                lambda line: {"id": int(line)}
+            ),
             "parquet": Stream.parquet(urls("parquet")),
         }
         for name, stream in streams.items():
@@ -96,15 +110,17 @@ def main():
                 stream.shuffle(16), batch_size=BATCH_SIZE, num_workers=WORKERS
             )
             batches = iter(
-                paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", seed=5)
+                paddle_shard.shard_dataloader(
+                    given, mesh, shard_dims="dp", seed=5
+                )
             )
             found = [
                 paddle_shard.gather_valid(batch["id"], batches.valid).tolist()
                 for batch in batches
             ]
-            assert sorted(itertools.chain(*found)) == list(range(FILES * ROWS)), (
-                "each row exactly once"
-            )
+            assert sorted(itertools.chain(*found)) == list(
+                range(FILES * ROWS)
+            ), "each row exactly once"
             if dist.get_rank() == 0:
                 print(
                     f"{name}: {len(found)} steps from s3://bucket, each of {FILES * ROWS} rows exactly once"

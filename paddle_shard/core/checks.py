@@ -33,7 +33,11 @@ def holds(kind: str, number: float) -> bool:
 
 
 def check_count(
-    name: str, value: object, least: int = 1, most: int | None = None, meaning: str = ""
+    name: str,
+    value: object,
+    least: int = 1,
+    most: int | None = None,
+    meaning: str = "",
 ) -> int:
     """Return an argument as an int, if it is one in [`least`, `most`].
 
@@ -110,12 +114,16 @@ def did_you_mean(name: object, names: Iterable[str]) -> str:
 def argument_hint(name: object, names: Iterable[str]) -> str:
     """Return the fix for an argument that does not exist: the name that is most like it, or all names."""
     names = list(names)
-    return did_you_mean(name, names) or f" Its arguments are {', '.join(names)}."
+    return (
+        did_you_mean(name, names) or f" Its arguments are {', '.join(names)}."
+    )
 
 
 def listed(values: Sequence[object], most: int = 12) -> str:
     """Return the first `most` values, separated by commas, with dots if there are more."""
-    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
+    return ", ".join(map(str, values[:most])) + (
+        ", ..." if len(values) > most else ""
+    )
 
 
 def length_or_none(something: Any) -> int | None:

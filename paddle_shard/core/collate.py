@@ -65,10 +65,14 @@ def collate(
         _check_types(samples, Mapping, path)
         if any(sample.keys() != first.keys() for sample in samples):
             keys = _some(sorted(sample, key=str) for sample in samples)
-            raise ValueError(f"samples differ in their keys{_at_field(path)}: {keys}")
+            raise ValueError(
+                f"samples differ in their keys{_at_field(path)}: {keys}"
+            )
         fields = {
             key: collate(
-                [sample[key] for sample in samples], stack_other, f"{path}[{key!r}]"
+                [sample[key] for sample in samples],
+                stack_other,
+                f"{path}[{key!r}]",
             )
             for key in first
         }
@@ -86,7 +90,10 @@ def collate(
         columns = enumerate(zip(*samples, strict=True))
         return rebuild(
             first,
-            [collate(column, stack_other, f"{path}[{i}]") for i, column in columns],
+            [
+                collate(column, stack_other, f"{path}[{i}]")
+                for i, column in columns
+            ],
         )
     if stack_other is not None:
         return stack_other(samples, path)
@@ -102,7 +109,9 @@ def cannot_stack(samples: Sequence[Any], path: str) -> TypeError:
     )
 
 
-def _check_types(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> None:
+def _check_types(
+    samples: Sequence[Any], kind: Any, path: str, but: Any = ()
+) -> None:
     """Reject samples that are not all of one kind."""
     for sample_type in set(map(type, samples)):  # nearly always one
         if not issubclass(sample_type, kind) or issubclass(sample_type, but):
@@ -123,7 +132,9 @@ def check_dtypes(samples: Sequence[Any], path: str) -> None:
     try:
         dtypes = dict.fromkeys(map(_DTYPE, samples))
     except AttributeError:  # Python's numbers fit several dtypes
-        dtypes = {sample.dtype: None for sample in samples if hasattr(sample, "dtype")}
+        dtypes = {
+            sample.dtype: None for sample in samples if hasattr(sample, "dtype")
+        }
     if len(dtypes) < 2:
         return
     kinds = [getattr(dtype, "kind", "of Paddle") for dtype in dtypes]
@@ -154,7 +165,8 @@ def stack(samples: Sequence[Any], path: str) -> Any:
             f"samples of different shapes cannot be stacked{_at_field(path)}: {_some(map(np.shape, samples))}. "
             "Pad them to one shape, in the data set or in a collate_fn."
         )
-    if rows.dtype.kind in _NOT_NUMBERS:  # arrays may hold texts or objects, if all do
+    # arrays may hold texts or objects, if all do
+    if rows.dtype.kind in _NOT_NUMBERS:
         kinds = {
             sample.dtype.kind if isinstance(sample, np.ndarray) else "number"
             for sample in samples

@@ -20,7 +20,9 @@ MAX_WAIT = 5.0
 """Seconds for which a fork waits for other threads, which may be waiting for the forking one."""
 
 
-_reader_locks: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+_reader_locks: weakref.WeakKeyDictionary[Any, None] = (
+    weakref.WeakKeyDictionary()
+)
 """In the order in which they were made: a thread that waits for another has the older lock."""
 
 

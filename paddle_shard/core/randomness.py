@@ -52,7 +52,8 @@ class NumpyGenerator:
         """Return its state."""
         state: Any = np.random.get_state()
         name, words, *rest = state
-        return name, words.tobytes(), *rest  # bytes, so that two states can be compared
+        # bytes, so that two states can be compared
+        return name, words.tobytes(), *rest
 
     def set_state(self, state: Any) -> None:
         """Restore a state."""

@@ -18,7 +18,8 @@ _PLAIN = frozenset((np.ndarray, str, bytes, int, float, bool, type(None)))
 def is_sequence(value: Any) -> bool:
     """Return whether a value is a list, a tuple or another sequence that is not a leaf."""
     kind = type(value)
-    if kind is tuple or kind is list:  # the abstract class does not remember them
+    # the abstract class does not remember them
+    if kind is tuple or kind is list:
         return True
     is_other = kind not in _PLAIN and isinstance(value, Sequence)
     return is_other and not isinstance(value, TEXT)
@@ -88,7 +89,9 @@ def named_leaves(
         [("['a'][0]", 1), ("['a'][1]", 2)]
     """
     pairs: list[tuple[str, Any]] = []
-    map_leaves(value, lambda leaf, name: pairs.append((name, leaf)), path, is_leaf)
+    map_leaves(
+        value, lambda leaf, name: pairs.append((name, leaf)), path, is_leaf
+    )
     return pairs
 
 

@@ -25,7 +25,9 @@ def caller_level() -> int:
     """
     level = 1
     frame = sys._getframe(1)
-    while frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USER:
+    while (
+        frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USER
+    ):
         if frame.f_back is None:
             return 1
         frame = frame.f_back

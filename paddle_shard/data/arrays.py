@@ -9,9 +9,7 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 
-NO_REPEAT = (
-    "Leave repeat() out (each pass over the loader is an epoch), or give it a number."
-)
+NO_REPEAT = "Leave repeat() out (each pass over the loader is an epoch), or give it a number."
 """The fix for a data set that is repeated without an end, and has a length all the same."""
 
 
@@ -60,17 +58,23 @@ class ArrayDataset:
         columns: dict[Any, Any] = dict(named or enumerate(arrays))
         for name, array in columns.items():
             check_indexed(
-                f"array {name!r}", array, "Give arrays that are indexed by rows."
+                f"array {name!r}",
+                array,
+                "Give arrays that are indexed by rows.",
             )
             if isinstance(array, list | tuple):
                 columns[name] = np.asarray(array)
         lengths = {name: len(array) for name, array in columns.items()}
         if len(set(lengths.values())) > 1:
-            raise ArgumentError(f"arrays must have as many rows each, got {lengths}.")
+            raise ArgumentError(
+                f"arrays must have as many rows each, got {lengths}."
+            )
         self._columns = columns
         self._is_named = bool(named)
         self._is_single = len(arrays) == 1
-        self.gathers = all(isinstance(array, np.ndarray) for array in columns.values())
+        self.gathers = all(
+            isinstance(array, np.ndarray) for array in columns.values()
+        )
         """True if a batch's arrays are copies that nothing else uses; slices of other kinds of arrays may be views."""
         first = next(iter(columns.values()))
         self._length = len(first)
@@ -107,7 +111,9 @@ class ArrayDataset:
 
     def _read(self, indices: Sequence[int]) -> dict[Any, Any]:
         rows = as_rows(indices)
-        return {name: _taken(array, rows) for name, array in self._columns.items()}
+        return {
+            name: _taken(array, rows) for name, array in self._columns.items()
+        }
 
     def _shaped(self, columns: dict[Any, Any]) -> Any:
         if self._is_named:
@@ -143,7 +149,11 @@ def as_rows(indices: Sequence[int]) -> slice | np.ndarray[Any, Any]:
     rows = np.asarray(indices, np.int64)
     num_rows = len(rows)
     # Most orders fail the first test, which costs less.
-    if num_rows and rows[-1] - rows[0] == num_rows - 1 and (np.diff(rows) == 1).all():
+    if (
+        num_rows
+        and rows[-1] - rows[0] == num_rows - 1
+        and (np.diff(rows) == 1).all()
+    ):
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return rows
 

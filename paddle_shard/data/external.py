@@ -99,7 +99,9 @@ def set_epoch_of(dataset: Any, opening: Opening) -> None:
 
 def is_iterable_dataset(dataset: object) -> bool:
     """True if an object can only be iterated, even if it has a `__getitem__` that raises, as torch's streams have."""
-    return any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
+    return any(
+        base.__name__ == "IterableDataset" for base in type(dataset).__mro__
+    )
 
 
 class _Iterators:
@@ -167,7 +169,9 @@ def copy_for_reading(dataset: Any) -> Any:
                     type(dataset).__name__,
                     name,
                 )
-        attributes.update({name: _copy(value) for name, value in attributes.items()})
+        attributes.update(
+            {name: _copy(value) for name, value in attributes.items()}
+        )
     return copied
 
 
@@ -216,7 +220,8 @@ class ExternalSource(PartsSource):
 
     def fingerprint(self) -> list[Any]:
         """Return the library's name."""
-        return [["foreign", self._loader.name]]  # the kind as saved states spell it
+        # the kind as saved states spell it
+        return [["foreign", self._loader.name]]
 
     def part(self, part: int, opening: Opening) -> Samples:
         """Return the batches of a part."""
@@ -243,7 +248,9 @@ class ExternalSource(PartsSource):
             return
         for number, batch in enumerate(batches, state["at"] + opening.skip + 1):
             saved = _json_copy(save(loader), name)
-            yield Stated(batch, {"version": VERSION, "at": number, "saved": saved})
+            yield Stated(
+                batch, {"version": VERSION, "at": number, "saved": saved}
+            )
 
 
 def _json_copy(state: Any, name: str) -> Any:
@@ -289,7 +296,9 @@ class IterableSource(Stage):
             )
         self._iterable = iterable
         self._begin = begin or iterate
-        has_index = hasattr(iterable, "__getitem__") and hasattr(iterable, "__len__")
+        has_index = hasattr(iterable, "__getitem__") and hasattr(
+            iterable, "__len__"
+        )
         self._indexed: Any = None
         """The iterable if it has an index; else None."""
         if begin is None and has_index and not isinstance(iterable, Mapping):

@@ -7,7 +7,11 @@ from typing import Any
 
 from paddle.framework import core
 
-from paddle_shard.core.randomness import Generator, NumpyGenerator, PythonGenerator
+from paddle_shard.core.randomness import (
+    Generator,
+    NumpyGenerator,
+    PythonGenerator,
+)
 
 _PROBE = core.Generator()
 """Is given the state of Paddle's generator and asked for a number, so that the generator itself stays as it is."""

@@ -33,7 +33,9 @@ def identity_of_files(files: Iterable[tuple[str, int, str]]) -> dict[str, Any]:
     return {"files": {"num": len(entries), "digest": digest, "first": first}}
 
 
-def identity_of_samples(dataset: Any, digests: Digests | None) -> dict[str, Any]:
+def identity_of_samples(
+    dataset: Any, digests: Digests | None
+) -> dict[str, Any]:
     """Return the identity of data with an index: JSON-able.
 
     Args:
@@ -46,7 +48,9 @@ def identity_of_samples(dataset: Any, digests: Digests | None) -> dict[str, Any]
     length = length_or_none(dataset)
     identity: dict[str, Any] = {"length": length}
     if digests is not None and length:
-        chosen = [derive_seed("identity", number) % length for number in range(2)]
+        chosen = [
+            derive_seed("identity", number) % length for number in range(2)
+        ]
         name_of = getattr(dataset, "sample_name", repr)
         identity["samples"] = [
             [str(name_of(sample)), digest]
@@ -68,7 +72,9 @@ def in_words(identity: Mapping[str, Any]) -> dict[str, str]:
     if "files" in identity:
         files = identity["files"]
         facts["number of files"] = str(files["num"])
-        facts |= {f"file {name}": f"{size} bytes" for name, size, _ in files["first"]}
+        facts |= {
+            f"file {name}": f"{size} bytes" for name, size, _ in files["first"]
+        }
     return facts
 
 

@@ -21,7 +21,11 @@ from paddle_shard.plan.mixture import (
 )
 from paddle_shard.plan.order import Fingerprint, Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
-from paddle_shard.plan.weights import num_positions_to_read, schedule_of, shares_of
+from paddle_shard.plan.weights import (
+    num_positions_to_read,
+    schedule_of,
+    shares_of,
+)
 
 Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
 """Weights of a mixture: name -> a number, or a list of (first sample, such a dict)."""
@@ -154,7 +158,10 @@ class Mixture:
                 f"(False), got {inner!r}."
             )
         return Mixing(
-            self._names, self._lengths, self.segments, isinstance(inner, Shuffled)
+            self._names,
+            self._lengths,
+            self.segments,
+            isinstance(inner, Shuffled),
         )
 
 
@@ -186,15 +193,20 @@ def check_mixture(what: str, sources: Any, stop: str) -> None:
                 f"{what}: the name of a source must be a str, got {name!r}."
             )
     if stop not in ("first", "all"):
-        raise ArgumentError(f"{what}: stop must be 'first' or 'all', got {stop!r}.")
+        raise ArgumentError(
+            f"{what}: stop must be 'first' or 'all', got {stop!r}."
+        )
 
 
 def _length(name: str, source: Any) -> int:
     streams = "Streams are mixed by paddle_shard.Stream.mixture."
     check_indexed(f"Mixture: source {name!r}", source, streams)
     length = length_or_none(source)
-    if length is None:  # a Stream's raises, and those of Paddle's iterable data sets
-        raise ArgumentTypeError(f"Mixture: source {name!r} has no length. {streams}")
+    # a Stream's raises, and those of Paddle's iterable data sets
+    if length is None:
+        raise ArgumentTypeError(
+            f"Mixture: source {name!r} has no length. {streams}"
+        )
     if not 1 <= length <= MAX_LENGTH:
         raise ArgumentError(
             f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. {NO_REPEAT}"

@@ -12,7 +12,12 @@ import numpy.typing as npt
 
 from paddle_shard.core.checks import check_count, listed
 from paddle_shard.data.arrays import IndexedData, check_indexed
-from paddle_shard.data.stages.pack import Fields, PackedRows, check_long, tokens_of
+from paddle_shard.data.stages.pack import (
+    Fields,
+    PackedRows,
+    check_long,
+    tokens_of,
+)
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.order import Fingerprint
 from paddle_shard.plan.packing import Packing, Piece
@@ -82,7 +87,9 @@ class Packed:
             ArgumentError: An argument is out of range, or nothing is left.
         """
         check_indexed(
-            "Packed: documents", documents, "A stream is packed by its stage pack()."
+            "Packed: documents",
+            documents,
+            "A stream is packed by its stage pack().",
         )
         check_long(long)
         self.documents = documents
@@ -139,11 +146,14 @@ class Packed:
         """
         row = int(row)
         if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} is out of range for {len(self)} packed rows")
+            raise IndexError(
+                f"row {row} is out of range for {len(self)} packed rows"
+            )
         pieces = self.packing.pieces(row % len(self))
         names = [f"document {piece.document}" for piece in pieces]
         fields = [
-            self._fields(piece, name) for piece, name in zip(pieces, names, strict=True)
+            self._fields(piece, name)
+            for piece, name in zip(pieces, names, strict=True)
         ]
         return self.rows.row(list(zip(fields, pieces, strict=True)), names)
 
@@ -154,7 +164,8 @@ class Packed:
             row: What `__getitem__` takes.
         """
         documents = [
-            str(piece.document) for piece in self.packing.pieces(int(row) % len(self))
+            str(piece.document)
+            for piece in self.packing.pieces(int(row) % len(self))
         ]
         return f"row {int(row)} of documents [{listed(documents, 8)}]"
 

@@ -38,7 +38,9 @@ class SharedList(Sequence[T]):
         memory: bytes | mmap.mmap = b""
         with os.fdopen(os.memfd_create("paddle_shard"), "wb") as file:
             for item in items:
-                sizes.append(file.write(pickle.dumps(item, pickle.HIGHEST_PROTOCOL)))
+                sizes.append(
+                    file.write(pickle.dumps(item, pickle.HIGHEST_PROTOCOL))
+                )
             file.flush()
             if len(sizes) > 1:
                 # It keeps the file open.

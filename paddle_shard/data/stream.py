@@ -89,7 +89,11 @@ class Stream(paddle.io.IterableDataset):
                 ".lines(paths), .jsonl(paths), .parquet(paths), .webdataset(urls)."
             )
         if not isinstance(source, Stage):
-            begin = partial(iterate_with, None) if is_iterable_dataset(source) else None
+            begin = (
+                partial(iterate_with, None)
+                if is_iterable_dataset(source)
+                else None
+            )
             source = IterableSource(source, begin)
         self._stage = source
         """The last stage, as the user put the stream together."""
@@ -155,7 +159,9 @@ class Stream(paddle.io.IterableDataset):
             [1, 10, 2, 3, 20, 4]
         """
         check_mixture("Stream.mixture", sources, stop)
-        stages = {name: _mixed_stage(name, stream) for name, stream in sources.items()}
+        stages = {
+            name: _mixed_stage(name, stream) for name, stream in sources.items()
+        }
         names = tuple(sources)
         schedule = schedule_of(
             "Stream.mixture",
@@ -570,8 +576,12 @@ class Stream(paddle.io.IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         """Read the stream without a loader. In a worker, read its part only: there are as many parts as workers."""
         info = paddle.io.get_worker_info()
-        part, num_parts = (0, 1) if info is None else (info.id, info.num_workers)
-        return stage_of(self).open(Opening(parts=(part,), num_parts=num_parts))[0]
+        part, num_parts = (
+            (0, 1) if info is None else (info.id, info.num_workers)
+        )
+        return stage_of(self).open(Opening(parts=(part,), num_parts=num_parts))[
+            0
+        ]
 
 
 def _check_function(stage: str, function: object) -> None:

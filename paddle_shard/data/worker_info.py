@@ -25,10 +25,15 @@ _OF_TORCH = "torch.utils.data._utils.worker"
 
 def _modules() -> list[Any]:
     torch_worker = sys.modules.get(_OF_TORCH)
-    return [paddle_worker] if torch_worker is None else [paddle_worker, torch_worker]
+    return (
+        [paddle_worker]
+        if torch_worker is None
+        else [paddle_worker, torch_worker]
+    )
 
 
-class VisibleWorkerInfo:  # not by `contextmanager`: it is entered for each sample
+# not by `contextmanager`: it is entered for each sample
+class VisibleWorkerInfo:
     """Let `paddle.io.get_worker_info()`, and torch's if that is loaded, return `info` inside the `with` block."""
 
     def __init__(self, info: WorkerInfo | None) -> None:
@@ -44,7 +49,9 @@ class VisibleWorkerInfo:  # not by `contextmanager`: it is entered for each samp
             module._worker_info = info
 
 
-def iterate_with(info: WorkerInfo | None, dataset: IterableOrFunction) -> Samples:
+def iterate_with(
+    info: WorkerInfo | None, dataset: IterableOrFunction
+) -> Samples:
     """Iterate over the user's stream, which sees `info` instead of its worker.
 
     With None, it does not know of the workers, and does not split itself among them: every reader reads the whole
@@ -57,7 +64,8 @@ def iterate_with(info: WorkerInfo | None, dataset: IterableOrFunction) -> Sample
         yield from items  # where no workers read, there is nothing to hide
         return
     while True:
-        for module, _ in outside:  # no `with`: it takes as long as a small sample
+        # no `with`: it takes as long as a small sample
+        for module, _ in outside:
             module._worker_info = info
         try:
             item = next(items, _END)

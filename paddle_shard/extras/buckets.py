@@ -145,7 +145,9 @@ class BucketBatchSampler:
 
     @cached_property
     def _fingerprint(self) -> dict[str, Any]:
-        checksum = zlib.crc32(np.ascontiguousarray(self._lengths, np.int64).data)
+        checksum = zlib.crc32(
+            np.ascontiguousarray(self._lengths, np.int64).data
+        )
         lengths = f"{len(self._lengths)}, CRC {checksum:08x}"
         return {**self._settings, "lengths": lengths}
 

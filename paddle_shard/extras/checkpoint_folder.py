@@ -40,7 +40,9 @@ HALF_WRITTEN = "it is half-written"
 _NAME = re.compile(r"\d{6}-\d{6}-step\d+", re.ASCII)
 """Name of a checkpoint, `<generation>-<number>-step<step>`: the newest one is the greatest."""
 _CLAIM = re.compile(r"generation-\d{6}", re.ASCII)
-_OF_HALF_WRITTEN = re.compile(rf"\d+_({VALUES}|{PARTS})|{MANIFEST}\.new", re.ASCII)
+_OF_HALF_WRITTEN = re.compile(
+    rf"\d+_({VALUES}|{PARTS})|{MANIFEST}\.new", re.ASCII
+)
 """Names of the files in a half-written checkpoint."""
 
 
@@ -78,20 +80,30 @@ class CheckpointFolder:
         """Return why a checkpoint is not complete; None if it is."""
         sizes = sizes_in(self.path / name)
         if MANIFEST not in sizes:
-            others = [file for file in sizes if not _OF_HALF_WRITTEN.fullmatch(file)]
-            return f"it has no manifest, and holds {others}" if others else HALF_WRITTEN
+            others = [
+                file for file in sizes if not _OF_HALF_WRITTEN.fullmatch(file)
+            ]
+            return (
+                f"it has no manifest, and holds {others}"
+                if others
+                else HALF_WRITTEN
+            )
         try:
             manifest = json.loads(read_file(self.path / name / MANIFEST))
             version = manifest["version"]
             changed = sorted(manifest["files"].items() - sizes.items())
-        except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError):
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            FileNotFoundError,
+        ):
             return "its manifest is damaged"
         if version != VERSION:
             return f"its version is {version}, and this paddle_shard reads {VERSION}"
         if changed:
-            return (
-                f"{changed} are missing, or have another size than when they were saved"
-            )
+            return f"{changed} are missing, or have another size than when they were saved"
         return None
 
     # Generations
@@ -103,7 +115,8 @@ class CheckpointFolder:
         while True:
             generation = int(self._newest_claim()[-6:]) + 1
             path = self.path / f"generation-{generation:06d}"
-            with contextlib.suppress(FileExistsError):  # another process was faster
+            # another process was faster
+            with contextlib.suppress(FileExistsError):
                 create_file(path, text.encode())
                 return generation
 
@@ -133,9 +146,13 @@ class CheckpointFolder:
         number = int(names[0].split("-")[1]) + 1 if names else 1
         return f"{prefix}{number:06d}-step{step}"
 
-    def complete(self, directory: Path, sizes: Sequence[Mapping[str, int]]) -> None:
+    def complete(
+        self, directory: Path, sizes: Sequence[Mapping[str, int]]
+    ) -> None:
         """Write the manifest of a checkpoint, for the sizes of each rank's files."""
-        files = {file: size for of_rank in sizes for file, size in of_rank.items()}
+        files = {
+            file: size for of_rank in sizes for file, size in of_rank.items()
+        }
         unseen = files.items() - sizes_in(directory).items()
         if unseen:
             raise CheckpointError(
@@ -145,7 +162,9 @@ class CheckpointFolder:
         self.check_fence()
         # Under another name first: a crash leaves a whole manifest or none.
         new = directory / f"{MANIFEST}.new"
-        create_file(new, json.dumps({"version": VERSION, "files": files}).encode())
+        create_file(
+            new, json.dumps({"version": VERSION, "files": files}).encode()
+        )
         os.replace(new, directory / MANIFEST)
         sync(directory)
 
@@ -203,7 +222,8 @@ def create_file(path: Path, content: bytes) -> None:
     with open(path, "xb") as file:
         file.write(content)
     sync(path)
-    with contextlib.suppress(PermissionError):  # of a folder that was there before
+    # of a folder that was there before
+    with contextlib.suppress(PermissionError):
         sync(*path.parents)
 
 

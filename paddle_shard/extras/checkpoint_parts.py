@@ -98,9 +98,13 @@ def fill(targets: Mapping[str, Any], saved_parts: Iterable[SavedPart]) -> None:
     Raises:
         StateError: Not all of this rank's parts was saved.
     """
-    load = lru_cache(maxsize=1)(lambda file: paddle.load(file, return_numpy=True))
+    load = lru_cache(maxsize=1)(
+        lambda file: paddle.load(file, return_numpy=True)
+    )
     parts = {path: part_of(target) for path, target in targets.items()}
-    missing = {path: int(np.prod(part.shape)) for path, part in parts.items() if part}
+    missing = {
+        path: int(np.prod(part.shape)) for path, part in parts.items() if part
+    }
     arrays: dict[str, Any] = {}
     for path, file, _, start, shape in saved_parts:
         part = parts.get(path)

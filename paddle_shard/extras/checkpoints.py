@@ -72,7 +72,9 @@ class _RankState:
             if _is_loader(value):
                 with contextlib.suppress(ArgumentError):  # streams have none
                     value.certificate()
-            state = value.state_dict() if hasattr(value, "state_dict") else value
+            state = (
+                value.state_dict() if hasattr(value, "state_dict") else value
+            )
             if not isinstance(state, Mapping):
                 raise ArgumentError(
                     f"Checkpoints.save({name}=): the value must be an object with a state_dict, or a dict, got "
@@ -97,7 +99,9 @@ class _RankState:
             tensor = without_sums(leaf)
             part = part_of(tensor)
             if part is not None and part.is_first:
-                parts[path] = tensor._local_value() if is_dist(tensor) else tensor
+                parts[path] = (
+                    tensor._local_value() if is_dist(tensor) else tensor
+                )
                 index[path] = [kind_of(tensor), part.start, part.shape]
         values = {
             "whole": {} if rank else others,
@@ -262,7 +266,9 @@ class Checkpoints:
             work = lambda *_: None  # noqa: E731
         return self._on_all(call, work, *args)[0]
 
-    def _on_all(self, call: str, work: Callable[..., Any], *args: Any) -> list[Any]:
+    def _on_all(
+        self, call: str, work: Callable[..., Any], *args: Any
+    ) -> list[Any]:
         """Return the JSON value that `work` returns on each rank. If it raises on any, all ranks raise."""
         error = None
         kind = ""
@@ -303,7 +309,9 @@ def _read(
         others |= values["whole"]
         split_states[int(name.partition("_")[0])] = values["own"]
         file = directory / name.replace(VALUES, PARTS)
-        parts += [SavedPart(path, file, *at) for path, at in values["index"].items()]
+        parts += [
+            SavedPart(path, file, *at) for path, at in values["index"].items()
+        ]
     return others, parts, split_states
 
 
@@ -338,7 +346,8 @@ def _check_fits(
             f"{name} holds {sorted(states)}, and not {missing}. Load what was saved, by its names."
         )
     for key, value in what.items():
-        if isinstance(value, paddle.nn.Layer):  # Paddle would ignore what does not fit
+        # Paddle would ignore what does not fit
+        if isinstance(value, paddle.nn.Layer):
             saved = dict(_leaves(states[key])).keys()
             expected = dict(_leaves(targets[key])).keys()
             if saved != expected:
@@ -373,7 +382,9 @@ def _is_loader(value: Any) -> bool:
     return hasattr(value, "certificate")
 
 
-def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+def _leaves(
+    value: Any, path: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any]]:
     """Yield (path as JSON, leaf) of nested dicts; an empty one is a leaf, and one with keys that JSON lacks."""
     is_dict = isinstance(value, Mapping) and bool(value)
     if is_dict and all(isinstance(key, str | int) for key in value):

@@ -27,7 +27,11 @@ from paddle_shard.errors import described
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.serialization import pickled
 from paddle_shard.reading.worker import set_up
-from paddle_shard.reading.workers import WorkerPool, WorkersLostError, new_worker_seed
+from paddle_shard.reading.workers import (
+    WorkerPool,
+    WorkersLostError,
+    new_worker_seed,
+)
 
 _LOOK_SECONDS = 0.2
 """Seconds after which a call that waits for an answer checks whether it was interrupted."""
@@ -115,7 +119,9 @@ class ReadingActor:
         self._where = f" on node {ray.util.get_node_ip_address()}"
         if folder is not None:
             if not os.path.isdir(folder):
-                self._where += f" (which has no folder {folder} for relative paths)"
+                self._where += (
+                    f" (which has no folder {folder} for relative paths)"
+                )
                 folder = "/proc"  # no file of a user is there
             os.chdir(folder)
         self._guard = paddle.base.dygraph.guard(place=paddle.CPUPlace())
@@ -126,7 +132,8 @@ class ReadingActor:
 
     def read(self, request: bytes) -> list[np.ndarray[Any, Any]]:
         """Return the answer to a pickled request: a pickle, and the memory of each of its arrays."""
-        from ray import cloudpickle  # pickles classes of the user's script by value
+        # pickles classes of the user's script by value
+        from ray import cloudpickle
 
         what, is_first = pickle.loads(request)
         answer = self._failure or self._reader.read(
@@ -135,7 +142,8 @@ class ReadingActor:
         if isinstance(answer, ReadFailure):
             answer = replace(answer, where=self._where)
         return [
-            np.asarray(piece) for piece in pickled(answer, cloudpickle.CloudPickler)
+            np.asarray(piece)
+            for piece in pickled(answer, cloudpickle.CloudPickler)
         ]
 
 
@@ -179,7 +187,8 @@ class RayPool(WorkerPool):
 
             self._settings_ref = ray.put(cloudpickle.dumps(self._settings))
             self._actors = [
-                _Worker(self._create(number)) for number in range(self.num_workers)
+                _Worker(self._create(number))
+                for number in range(self.num_workers)
             ]
         except Exception as error:
             self._broken = WorkersLostError(
@@ -205,7 +214,9 @@ class RayPool(WorkerPool):
             .remote(number, [self._settings_ref], self._seed, folder)
         )
 
-    def send(self, number: int, request: Any, *, is_first: bool = False) -> None:
+    def send(
+        self, number: int, request: Any, *, is_first: bool = False
+    ) -> None:
         """Send a worker a request, the first of an epoch iterator if `is_first`.
 
         Raises:
@@ -233,7 +244,9 @@ class RayPool(WorkerPool):
                     answer = ray.get(answer_ref)
                     break
                 except ray.exceptions.RayTaskError as error:
-                    answer = ReadFailure.of(error, what="reading", worker=number)
+                    answer = ReadFailure.of(
+                        error, what="reading", worker=number
+                    )
                     break
                 except ray.exceptions.RayError as error:
                     self._replace(number, error)
@@ -255,9 +268,13 @@ class RayPool(WorkerPool):
         try:
             # Ray's arrays are read-only, and take its memory as long as they exist.
             text, *arrays = answer
-            return pickle.loads(text, buffers=[array.copy() for array in arrays])
+            return pickle.loads(
+                text, buffers=[array.copy() for array in arrays]
+            )
         except Exception as error:
-            return ReadFailure.of(error, what="receiving the batch", worker=number)
+            return ReadFailure.of(
+                error, what="receiving the batch", worker=number
+            )
 
     def _replace(self, number: int, error: Exception) -> None:
         """Replace an actor that has died, and send its requests again.
@@ -270,7 +287,9 @@ class RayPool(WorkerPool):
         worker.deaths.append(f"{type(error).__name__}: {reason}")
         if len(worker.deaths) >= MOST_DEATHS:
             text = f"{MOST_DEATHS} actors in a row died before they could read the next rows"
-            raise WorkersLostError(f"{text}: {'; '.join(worker.deaths)}", number)
+            raise WorkersLostError(
+                f"{text}: {'; '.join(worker.deaths)}", number
+            )
         _log.warning(
             "an actor that reads has died (%s). Another one takes its place.",
             worker.deaths[-1],
@@ -305,7 +324,8 @@ class RayPool(WorkerPool):
         with contextlib.suppress(Exception):
             import ray
 
-            if ray.is_initialized():  # else `kill` would connect to some cluster
+            # else `kill` would connect to some cluster
+            if ray.is_initialized():
                 ray.kill(worker.handle)
 
     def leave_to_the_parent(self) -> None:

@@ -26,7 +26,11 @@ from paddle_shard.loader.arguments import (
     is_already_split,
     reject,
 )
-from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode, mend_process_mesh
+from paddle_shard.loader.compat import (
+    auto_dp_axis,
+    in_auto_dp_mode,
+    mend_process_mesh,
+)
 from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.loader.rows import LoaderRows
 from paddle_shard.loader.setup import (
@@ -108,7 +112,9 @@ def _reports_failure(function: Callable[P, R]) -> Callable[P, R]:
                 for mesh in leaves(given.get("meshes"))
                 for rank in getattr(mesh, "process_ids", ())
             }
-            report_failure("its loader was not made", error, tuple(sorted(ranks)))
+            report_failure(
+                "its loader was not made", error, tuple(sorted(ranks))
+            )
             raise
 
     return checked
@@ -121,7 +127,8 @@ def shard_dataloader(  # noqa: PLR0913
     | ExternalLoader
     | Iterable[Any]
     | Callable[[], Iterable[Any]],
-    meshes: dist.ProcessMesh | Sequence[dist.ProcessMesh | Sequence[dist.ProcessMesh]],
+    meshes: dist.ProcessMesh
+    | Sequence[dist.ProcessMesh | Sequence[dist.ProcessMesh]],
     input_keys: Sequence[str] | None = None,
     shard_dims: str
     | int
@@ -140,8 +147,11 @@ def shard_dataloader(  # noqa: PLR0913
     | None = None,
     num_batches: int | None = None,
     local: bool = False,
-    placements: Mapping[str | int, Placement | list[Placement | None]] | None = None,
-    pad_to: Mapping[str | int, tuple[Literal["longest"] | int | Sequence[int], float]]
+    placements: Mapping[str | int, Placement | list[Placement | None]]
+    | None = None,
+    pad_to: Mapping[
+        str | int, tuple[Literal["longest"] | int | Sequence[int], float]
+    ]
     | None = None,
     verify: Literal["first"] | int | None = "first",
     replicas: Literal["each", "leader"] = "each",
@@ -264,7 +274,8 @@ def shard_dataloader(  # noqa: PLR0913
     )
     mesh_ranks = ranks_of(placer.layouts)
     ranks = mesh_ranks if rank in mesh_ranks else (rank,)
-    connect(ranks, timeout)  # before data is counted, or rejected on this rank only
+    # before data is counted, or rejected on this rank only
+    connect(ranks, timeout)
     if pad_to is not None and ranks != mesh_ranks:
         raise ArgumentError(
             f"pad_to={pad_to!r}: global rank {rank} is on none of the meshes and does not receive "
@@ -279,8 +290,12 @@ def shard_dataloader(  # noqa: PLR0913
     is_split = is_already_split(is_dataset_splitted, loader.dataset, shard_dims)
     if isinstance(loader.dataset, paddle.io.IterableDataset):
         reject(_NO_INDEX, shuffle=shuffle or None)
-        reject(f"the loader has a stream, {SIZES_BATCHES}", batch_size=batch_size)
-        reject("a stream cannot skip steps without reading.", skip_steps=skip_steps)
+        reject(
+            f"the loader has a stream, {SIZES_BATCHES}", batch_size=batch_size
+        )
+        reject(
+            "a stream cannot skip steps without reading.", skip_steps=skip_steps
+        )
         reject(f"a stream's samples have no number, {ASSIGNS}", balance=balance)
         source = read_stream(
             loader,
@@ -293,7 +308,10 @@ def shard_dataloader(  # noqa: PLR0913
             has_local_items=any(dense_tensor_idx or ()),
         )
     else:
-        reject("it is for streams; this data has an index.", num_batches=num_batches)
+        reject(
+            "it is for streams; this data has an index.",
+            num_batches=num_batches,
+        )
         source = read_source(
             loader,
             placer.layouts,

@@ -10,7 +10,9 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.reading.sample_threads import Threads
 
 # Why some data cannot have an option; the sentence begins with what the data is.
-ASSIGNS = "and balance= assigns the rows of global batches to data ranks by cost."
+ASSIGNS = (
+    "and balance= assigns the rows of global batches to data ranks by cost."
+)
 SIZES_BATCHES = (
     "which decides the size of its batches. A schedule of sizes is for a DataLoader "
     "of data with an index, without a sampler of its own."
@@ -53,7 +55,9 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a number of seconds > 0",
     ),
     "verify": (
-        lambda value: value in (None, "first") or (_is_int(value) and value >= 1),
+        lambda value: (
+            value in (None, "first") or (_is_int(value) and value >= 1)
+        ),
         "'first', an int >= 1 (every so many steps), or None",
     ),
     "prefetch": (
@@ -78,13 +82,18 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
             value is None
             or (
                 _is_list(value)
-                and all(_is_list(items) and all(map(_is_int, items)) for items in value)
+                and all(
+                    _is_list(items) and all(map(_is_int, items))
+                    for items in value
+                )
             )
         ),
         "a list with a list of item numbers for each field, such as [[], [0]]",
     ),
     "batch_size": (
-        lambda value: _are_pairs(value, lambda first, rows: first >= 0 and rows >= 1),
+        lambda value: _are_pairs(
+            value, lambda first, rows: first >= 0 and rows >= 1
+        ),
         "a list of (first sample of the run, rows of the global batch), such as "
         "[(0, 256), (500_000, 512)]; one size for the whole run belongs in "
         "paddle.io.DataLoader(batch_size=...)",
@@ -106,19 +115,27 @@ def check_arguments(**arguments: Any) -> None:
     """
     for name, (is_allowed, expected) in RULES.items():
         if name in arguments and not is_allowed(arguments[name]):
-            raise ArgumentError(f"{name} must be {expected}, got {arguments[name]!r}.")
+            raise ArgumentError(
+                f"{name} must be {expected}, got {arguments[name]!r}."
+            )
     if arguments.get("local"):
-        not_local = {name: arguments.get(name) for name in ("pad_to", "placements")}
+        not_local = {
+            name: arguments.get(name) for name in ("pad_to", "placements")
+        }
         reject("with local=True no tensor is distributed.", **not_local)
 
 
-def is_already_split(is_dataset_splitted: bool, dataset: Any, shard_dims: Any) -> bool:
+def is_already_split(
+    is_dataset_splitted: bool, dataset: Any, shard_dims: Any
+) -> bool:
     """Return whether the user says, by the argument or on the data set, that each data rank has rows of its own.
 
     Raises:
         ArgumentError: It is split, and `shard_dims` is missing.
     """
-    is_split = is_dataset_splitted or getattr(dataset, "is_dataset_splitted", False)
+    is_split = is_dataset_splitted or getattr(
+        dataset, "is_dataset_splitted", False
+    )
     if is_split and shard_dims is None:
         raise ArgumentError(
             "is_dataset_splitted=True needs shard_dims: name the mesh axes that the data is split over."
@@ -134,4 +151,6 @@ def reject(reason: str, **arguments: Any) -> None:
     """
     for name, value in arguments.items():
         if value is not None:
-            raise ArgumentError(f"{name}={value!r:.60}: {reason} Leave {name} out.")
+            raise ArgumentError(
+                f"{name}={value!r:.60}: {reason} Leave {name} out."
+            )

@@ -56,7 +56,9 @@ def begin(setup: LoaderSetup, start: LoaderState) -> StepPass:
     try:
         _note_identity(setup, reader)
         if not setup.is_alone:
-            agreement = _open_agreement(setup, start, same_data=steps.are_compared)
+            agreement = _open_agreement(
+                setup, start, same_data=steps.are_compared
+            )
             executor, place = setup.replicas.shared(reader, agreement, place)
         assert executor is not None
         feed = Feed(
@@ -65,7 +67,8 @@ def begin(setup: LoaderSetup, start: LoaderState) -> StepPass:
             steps.number,
             on_training_thread=setup.source.batches.on_training_thread,
         )
-        if setup.reading.num_workers:  # they read before the first batch is requested
+        # they read before the first batch is requested
+        if setup.reading.num_workers:
             feed.fill(0, in_thread=False)
         return StepPass(
             feed,
@@ -78,7 +81,9 @@ def begin(setup: LoaderSetup, start: LoaderState) -> StepPass:
         )
     except BaseException as error:  # also a signal handler's
         if isinstance(error, Exception):
-            report_failure("its iter(loader) failed", error, setup.ranks, by=agreement)
+            report_failure(
+                "its iter(loader) failed", error, setup.ranks, by=agreement
+            )
         for opened in (agreement, executor):
             if opened is not None:
                 opened.close()
@@ -96,14 +101,20 @@ def _steps_from(setup: LoaderSetup, start: LoaderState) -> _Steps:
         has_digests = not setup.is_alone or len(stream.chunks) > 1
     else:
         # The user's sampler and costs may differ between ranks.
-        are_compared = not source.split and (is_own_order or source.costs is not None)
+        are_compared = not source.split and (
+            is_own_order or source.costs is not None
+        )
         has_digests = are_compared and not setup.is_alone
     skips = setup.run.skips(start)
-    steps = batches.steps(start, setup.rows.to_read, skips, compared=has_digests)
+    steps = batches.steps(
+        start, setup.rows.to_read, skips, compared=has_digests
+    )
     # The lengths of a user's sampler may be estimates.
     num_steps = None if is_own_order else batches.known_steps(start)
     if num_steps is not None:
-        num_steps -= start.steps + num_skipped_steps(num_steps, skips, start.steps)
+        num_steps -= start.steps + num_skipped_steps(
+            num_steps, skips, start.steps
+        )
     return _Steps(steps, num_steps, are_compared)
 
 
@@ -156,7 +167,9 @@ def unequal_ends(setup: LoaderSetup, error: UnequalEndsError) -> Exception:
             "is_dataset_splitted at False to have this loader split the data."
         )
     sampler = source.custom_sampler
-    name = type(setup.dataloader.dataset if sampler is None else sampler).__name__
+    name = type(
+        setup.dataloader.dataset if sampler is None else sampler
+    ).__name__
     error.args = (
         f"{where}: the loader's {name} is not the same on all ranks. Seed it alike on all of them.",
     )

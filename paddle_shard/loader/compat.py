@@ -21,7 +21,12 @@ except ImportError:
         return False
 
 
-__all__ = ["asked_by_to_static", "auto_dp_axis", "in_auto_dp_mode", "mend_process_mesh"]
+__all__ = [
+    "asked_by_to_static",
+    "auto_dp_axis",
+    "in_auto_dp_mode",
+    "mend_process_mesh",
+]
 
 
 def auto_dp_axis(meshes: Any) -> str | int:
@@ -63,7 +68,9 @@ def mend_process_mesh() -> None:
             axis = dim if isinstance(dim, int) else self._dim_names.index(dim)
             return int(np.argwhere(self._mesh == process_id)[0][axis])
 
-    dist.ProcessMesh.get_rank_by_dim_and_process_id = get_rank_by_dim_and_process_id
+    dist.ProcessMesh.get_rank_by_dim_and_process_id = (
+        get_rank_by_dim_and_process_id
+    )
 
 
 def asked_by_to_static(depth: int = 2) -> bool:
@@ -71,4 +78,7 @@ def asked_by_to_static(depth: int = 2) -> bool:
 
     It takes one batch and then calls `batch_sampler.set_epoch(0)` on whatever has that method.
     """
-    return sys._getframe(depth).f_code.co_name == "_prepare_data_spec_from_dataloader"
+    return (
+        sys._getframe(depth).f_code.co_name
+        == "_prepare_data_spec_from_dataloader"
+    )

@@ -74,7 +74,9 @@ def gather_valid(values: paddle.Tensor, valid: paddle.Tensor) -> paddle.Tensor:
         valid = from_local(_local(valid), mesh, placements)
     is_valid = _gather(valid)
     if values.size == 0:  # Paddle's reshard would crash
-        return paddle.empty([int(is_valid.sum()), *values.shape[1:]], values.dtype)
+        return paddle.empty(
+            [int(is_valid.sum()), *values.shape[1:]], values.dtype
+        )
     return _gather(values)[is_valid]
 
 
@@ -93,7 +95,11 @@ def _with_all_rows(values: Any, valid: Any) -> Any:
     num_rows = int(valid.shape[0])
     num_local = int(valid._local_value().shape[0])
     given_rows = list(values.shape[:1])
-    if not values.is_dist() and given_rows == [num_local] and num_local < num_rows:
+    if (
+        not values.is_dist()
+        and given_rows == [num_local]
+        and num_local < num_rows
+    ):
         return from_local(values, valid.process_mesh, valid.placements)
     if given_rows != [num_rows]:
         raise ArgumentError(

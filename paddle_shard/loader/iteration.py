@@ -151,7 +151,8 @@ class ShardIterator:
     def _finish(self, error: BaseException) -> None:
         """Close at the end of the epoch, or after a failure; name the step in the error."""
         run = self._setup.run
-        was_closed = self._progress.closed  # by a signal handler or another thread
+        # by a signal handler or another thread
+        was_closed = self._progress.closed
         self.close()
         if was_closed and isinstance(error, StopIteration | PaddleShardError):
             raise StopIteration from None  # batches of the epoch may be left
@@ -159,7 +160,9 @@ class ShardIterator:
             try:
                 run.finished(self._progress, *self._steps.feed.skipped_at_end())
             except Exception as failure:  # of the user's sampler
-                report_failure("the end of its loop failed", failure, self._setup.ranks)
+                report_failure(
+                    "the end of its loop failed", failure, self._setup.ranks
+                )
                 raise
             _warn_if_uneven(self._setup)
             return

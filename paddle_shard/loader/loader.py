@@ -77,8 +77,12 @@ class ShardDataloader(PaddleShardDataloader):
         self.dense_tensor_idx = setup.placer.dense_tensor_idx
         self.batch_size = None
         if source.batch_size is not None:
-            num_data_ranks = 1 if source.split else setup.row_layout.num_data_ranks
-            self.batch_size = source.batch_size // source.accumulation // num_data_ranks
+            num_data_ranks = (
+                1 if source.split else setup.row_layout.num_data_ranks
+            )
+            self.batch_size = (
+                source.batch_size // source.accumulation // num_data_ranks
+            )
         self.batch_sampler = ShardBatchSampler(setup, self.batch_size)
         # Trainers look for the sampler behind the DataLoader, too, where Paddle's class has it.
         self._dataloader = setup.reading.dataloader
@@ -143,7 +147,8 @@ class ShardDataloader(PaddleShardDataloader):
         try:
             return step_pass.peek()
         except BaseException as error:
-            if not isinstance(error, Exception):  # a batch may have been read in part
+            # a batch may have been read in part
+            if not isinstance(error, Exception):
                 self._peeked = None
                 step_pass.close()
             raise

@@ -76,7 +76,9 @@ class Placing:
         setup = self._setup
         number = batch.step.number
         every = setup.verify
-        is_wanted = batch.is_first or (isinstance(every, int) and number % every == 0)
+        is_wanted = batch.is_first or (
+            isinstance(every, int) and number % every == 0
+        )
         if not is_wanted or batch.value is None:
             return
         ids = np.asarray(batch.step.ids).tolist()
@@ -84,7 +86,8 @@ class Placing:
             key = f"parts {setup.source.stream.parts}"
         else:
             key = f"{zlib.crc32(repr(ids).encode())} of {len(ids)}"
-        if batch.is_skipped is not None:  # these rows hold other samples than their own
+        # these rows hold other samples than their own
+        if batch.is_skipped is not None:
             key += f" but for {np.flatnonzero(batch.is_skipped).tolist()}"
         if self._may_draw_for_one_rank():
             arrays = [("the sampler's indices", as_ids(ids))]
@@ -105,7 +108,9 @@ class Placing:
         return (
             source.split
             and isinstance(source.batches, UserBatches)
-            and isinstance(source.custom_sampler, paddle.io.DistributedBatchSampler)
+            and isinstance(
+                source.custom_sampler, paddle.io.DistributedBatchSampler
+            )
             and not source.batches.rank_seed
         )
 
@@ -136,7 +141,9 @@ def place_stream(
         batch.exhausted = batch.value is None and batch.is_empty
     else:
         end = policy.end_of_stream(
-            is_whole=batch.is_whole, has_new=batch.has_new, is_empty=batch.is_empty
+            is_whole=batch.is_whole,
+            has_new=batch.has_new,
+            is_empty=batch.is_empty,
         )
         if end == "end":
             raise StopIteration
@@ -161,7 +168,9 @@ _NO_SAMPLE = (
 
 def _is_list_of_values(value: Any) -> bool:
     """Return whether a list has an item for each row, such as a text, and no tensors."""
-    return isinstance(value, list) and not any(map(becomes_tensor, leaves(value)))
+    return isinstance(value, list) and not any(
+        map(becomes_tensor, leaves(value))
+    )
 
 
 def _comparable(leaf: Any) -> np.ndarray[Any, Any]:

@@ -25,7 +25,10 @@ class LoaderRows:
     """The rows of batches of any size, for one loader."""
 
     def __init__(
-        self, source: Source, layouts: Sequence[FieldLayout], row_layout: FieldLayout
+        self,
+        source: Source,
+        layouts: Sequence[FieldLayout],
+        row_layout: FieldLayout,
     ) -> None:
         """Initialize.
 
@@ -111,4 +114,6 @@ class LoaderRows:
                 f"{unit}. Nearest sizes that can: {sizes}."
             )
         micro_size = num_rows // accumulation
-        return BatchRows(num_rows, micro_size, self._layouts, read=np.arange(num_rows))
+        return BatchRows(
+            num_rows, micro_size, self._layouts, read=np.arange(num_rows)
+        )

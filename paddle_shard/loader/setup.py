@@ -134,7 +134,8 @@ def config_of(
     }
     if placer.pad_to is not None:
         config["pad_to"] = placer.pad_to.fact()
-    if not source.split:  # else each data rank has an order and files of its own
+    # else each data rank has an order and files of its own
+    if not source.split:
         config |= source.batches.fingerprint()
     return config
 
@@ -146,7 +147,9 @@ def ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
         ArgumentError: The job does not have these ranks; no process would read their rows.
     """
     ranks = tuple(
-        sorted({rank for layout in layouts for rank in layout.layout.process_ids})
+        sorted(
+            {rank for layout in layouts for rank in layout.layout.process_ids}
+        )
     )
     num_processes = num_ranks()
     start = f"python -m paddle.distributed.launch --nproc_per_node {ranks[-1] + 1} script.py"
@@ -179,7 +182,10 @@ def ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
 
 def warn_if_unsplit(layout: FieldLayout) -> None:
     """Log that the ranks of a data axis get the same rows, which is seldom meant."""
-    if layout.num_data_ranks > 1 or layout.global_rank != layout.layout.process_ids[0]:
+    if (
+        layout.num_data_ranks > 1
+        or layout.global_rank != layout.layout.process_ids[0]
+    ):
         return
     for axis, size in layout.layout.sizes.items():
         if axis in ("dp", "data") and size > 1:
@@ -190,7 +196,10 @@ def warn_if_unsplit(layout: FieldLayout) -> None:
 
 
 def replicas_of(
-    replicas: str, source: Source, layouts: Sequence[FieldLayout], ranks: Sequence[int]
+    replicas: str,
+    source: Source,
+    layouts: Sequence[FieldLayout],
+    ranks: Sequence[int],
 ) -> Replicas:
     """Return which ranks of this host read the same rows and share a reader.
 
@@ -222,7 +231,8 @@ def replicas_of(
     sharing = [
         rank
         for rank in sorted(ranks)
-        if hosts[rank] == hosts[this_rank] and rows_of(rank) == rows_of(this_rank)
+        if hosts[rank] == hosts[this_rank]
+        and rows_of(rank) == rows_of(this_rank)
     ]
     return Replicas(ranks=tuple(sharing) if len(sharing) > 1 else ())
 

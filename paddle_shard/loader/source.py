@@ -68,7 +68,9 @@ def read_source(
     dataset = dataloader.dataset
     sampler = dataloader.batch_sampler
     num_data_ranks = math.lcm(*(layout.num_data_ranks for layout in layouts))
-    policy = find_tail(tail, drop_last=bool(getattr(sampler, "drop_last", False)))
+    policy = find_tail(
+        tail, drop_last=bool(getattr(sampler, "drop_last", False))
+    )
     accumulation = getattr(sampler, "_acc_steps", 1)
     num_parts = _num_parts(sampler)
     is_split = is_split or num_parts is not None
@@ -76,10 +78,15 @@ def read_source(
     source = partial(Source, accumulation=accumulation, tail=policy)
 
     if sampler is None and not is_split:
-        reject(f"each item is a whole batch, {SIZES_BATCHES}", batch_size=batch_size)
+        reject(
+            f"each item is a whole batch, {SIZES_BATCHES}",
+            batch_size=batch_size,
+        )
         reject(f"each item is a whole batch, {ASSIGNS}", balance=balance)
         ordering = _ordering(dataset, sampler, shuffle)
-        batches = planned(dataset, shuffle=ordering, batch_size=1, num_data_ranks=1)
+        batches = planned(
+            dataset, shuffle=ordering, batch_size=1, num_data_ranks=1
+        )
         return source(batches=batches, batch_size=None, item_is_batch=True)
 
     is_paddle_split = type(sampler) is paddle.io.DistributedBatchSampler
@@ -106,7 +113,9 @@ def read_source(
             _check_unsplit(sampler)
         source = partial(source, custom_sampler=sampler)
         if not is_paddle_split:
-            data_ranks = [layout.data_rank for layout in layouts if layout.on_mesh]
+            data_ranks = [
+                layout.data_rank for layout in layouts if layout.on_mesh
+            ]
             user_batches = _user_batches(
                 dataset,
                 sampler,
@@ -115,7 +124,9 @@ def read_source(
                 num_data_ranks=1 if is_split else num_data_ranks,
                 accumulation=accumulation,
                 balance_rows=balance_rows,
-                own_data_rank=data_ranks[0] if is_split and data_ranks else None,
+                own_data_rank=data_ranks[0]
+                if is_split and data_ranks
+                else None,
             )
             return source(
                 batches=user_batches,
@@ -152,9 +163,13 @@ def _num_parts(sampler: Any) -> int | None:
 def _ordering(dataset: Any, sampler: Any, shuffle: Shuffle | None) -> Ordering:
     """Return the order that the user asks for, or that of a plain DataLoader."""
     if shuffle is None:
-        shuffle = type(getattr(sampler, "sampler", None)) is paddle.io.RandomSampler
+        shuffle = (
+            type(getattr(sampler, "sampler", None)) is paddle.io.RandomSampler
+        )
     ordering = find_ordering(shuffle, dataset)
-    return dataset.ordering(ordering) if isinstance(dataset, Mixture) else ordering
+    return (
+        dataset.ordering(ordering) if isinstance(dataset, Mixture) else ordering
+    )
 
 
 def _ordering_of_paddle(sampler: paddle.io.DistributedBatchSampler) -> Ordering:
@@ -170,7 +185,11 @@ def is_plain(batch_sampler: Any) -> bool:
         return False
     sampler: Any = batch_sampler.sampler
     if type(sampler) is paddle.io.RandomSampler:
-        user_options = (sampler.replacement, sampler._num_samples, sampler.generator)
+        user_options = (
+            sampler.replacement,
+            sampler._num_samples,
+            sampler.generator,
+        )
         return user_options == (False, None, None)
     return type(sampler) is paddle.io.SequenceSampler
 
@@ -198,7 +217,11 @@ def _check_unsplit(batch_sampler: Any) -> None:
     """Reject torch's `DistributedSampler`, and subclasses, where data is split here."""
     for sampler in samplers(batch_sampler):
         num_parts = getattr(sampler, "num_replicas", 1)
-        if isinstance(num_parts, int) and num_parts > 1 and hasattr(sampler, "rank"):
+        if (
+            isinstance(num_parts, int)
+            and num_parts > 1
+            and hasattr(sampler, "rank")
+        ):
             raise SplitError(
                 f"the loader's {type(sampler).__name__} draws for rank={sampler.rank} of num_replicas={num_parts}, and "
                 "would be split again. Leave it out: paddle.io.DataLoader(dataset, batch_size=rows of all ranks, "
@@ -246,7 +269,9 @@ def _plan_batches(
     plan = _plan(dataset, **settings)
     if isinstance(dataset, Mixture) and plan.num_served < plan.num_samples:
         warn_once(DROPPED_OF_MIXTURE, plan.num_samples - plan.num_served)
-    rows_of = dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else None
+    rows_of = (
+        dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else None
+    )
     return PlanBatches(plan, rows_of, schedule)
 
 
@@ -328,7 +353,9 @@ def _lengths(dataset: Any, sampler: Any, *, has_size: bool) -> dict[str, int]:
         lengths["sampler_length"] = (
             num_drawn  # `len` of Paddle's WeightedRandomSampler may fail
         )
-    return {name: length for name, length in lengths.items() if length is not None}
+    return {
+        name: length for name, length in lengths.items() if length is not None
+    }
 
 
 def _plan(data: Any, **settings: Any) -> ShardPlan:

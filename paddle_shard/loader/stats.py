@@ -67,7 +67,9 @@ class Counts:
     def starved(self) -> float:
         """Share of the time that was spent waiting for data and not hidden by the device, from 0 to 1; 0.1 is a lot."""
         total = self.wait_seconds + self.step_seconds
-        return (self.wait_seconds - self.hidden_seconds) / total if total else 0.0
+        return (
+            (self.wait_seconds - self.hidden_seconds) / total if total else 0.0
+        )
 
     @property
     def imbalance(self) -> float | None:
@@ -145,7 +147,10 @@ class LoaderStats:
         summaries = self.of_ranks | {self.rank: self.summary()}
         # The rank that waits longest for something of its own holds the others up.
         slowest = max(summaries, key=lambda rank: _own_wait(summaries[rank]))
-        return describe_waits(*summaries[slowest], slowest) or "No step waits for data."
+        return (
+            describe_waits(*summaries[slowest], slowest)
+            or "No step waits for data."
+        )
 
     def scalars(self, prefix: str = "data/") -> dict[str, float]:
         """Return the counts of the newest iteration as numbers by name, for `LogWriter.add_scalar` or TensorBoard.

@@ -103,7 +103,9 @@ class StepMessages:
         if not received and self._pad_to is None:  # most steps
             return batch
         by_kind: dict[str, dict[int, Any]] = {}
-        parsed = {text: json.loads(text) for text in {text for _, text in received}}
+        parsed = {
+            text: json.loads(text) for text in {text for _, text in received}
+        }
         for rank, text in received:
             for kind, value in parsed[text].items():
                 by_kind.setdefault(kind, {})[rank] = value
@@ -111,7 +113,9 @@ class StepMessages:
             if kind in by_kind:
                 handler(self, batch, by_kind[kind])
         if self._pad_to is not None and batch.placed is not None:
-            row_shapes = {rank: shapes for rank, (_, shapes) in self._forms.items()}
+            row_shapes = {
+                rank: shapes for rank, (_, shapes) in self._forms.items()
+            }
             batch.value = finished(batch.value, row_shapes)
         return batch
 
@@ -155,7 +159,8 @@ _HANDLERS = {
 
 
 def _check_forms(
-    forms: Mapping[int, tuple[int | None, Mapping[str, Row]]], pad_to: PadTo | None
+    forms: Mapping[int, tuple[int | None, Mapping[str, Row]]],
+    pad_to: PadTo | None,
 ) -> None:
     """Check that the rows of all ranks fit together, if need be padded to one length.
 

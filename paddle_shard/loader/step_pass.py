@@ -193,7 +193,9 @@ class StepPass:
         self._longest_step = max(seconds, self._longest_step / 2)
         if self._room_until <= step:  # no other thread reads
             self._read_here(step)
-        if self._agreement is not None and not self._agree(self._agreement, step):
+        if self._agreement is not None and not self._agree(
+            self._agreement, step
+        ):
             self._end()
         batch = self._ready.get()
         if isinstance(batch, BaseException):
@@ -204,12 +206,16 @@ class StepPass:
         self._first = None
         self._delivered = step + 1
         is_long = self._longest_step > _SHORT_STEP
-        if self._thread is not None and (is_long or self._executor.reads_elsewhere):
+        if self._thread is not None and (
+            is_long or self._executor.reads_elsewhere
+        ):
             self._make_room(step + 1)
         if batch.finish is not None:
             self._finish(batch)
         if self._agreement is not None:
-            batch = self._messages.apply(batch, self._agreement.take_notes(step))
+            batch = self._messages.apply(
+                batch, self._agreement.take_notes(step)
+            )
         self._delivered_at = time.perf_counter()
         return batch
 
@@ -271,7 +277,8 @@ class StepPass:
         if batch.finish is not None:
             self._finish(batch)
         value = self._messages.finish_alone(copy(batch))
-        return map_leaves(value, lambda leaf, _: leaf)  # Paddle changes the containers
+        # Paddle changes the containers
+        return map_leaves(value, lambda leaf, _: leaf)
 
     def close(self) -> None:
         """End the workers and threads, and leave the agreement; safe to call again, and from any thread."""
@@ -319,7 +326,9 @@ class StepPass:
         self._ready.put(batch)
         if agreement is not None:
             digest = batch.digest if self._compares else None
-            agreement.announce(exhausted=batch.exhausted, note=message, digest=digest)
+            agreement.announce(
+                exhausted=batch.exhausted, note=message, digest=digest
+            )
         return batch
 
     def _take(self, *, in_thread: bool) -> Batch:
@@ -371,7 +380,8 @@ class StepPass:
         thread = threading.Thread(
             target=self._read_ahead, name="paddle_shard-ahead", daemon=True
         )
-        with signals_held():  # a handler may raise only once the thread can be stopped
+        # a handler may raise only once the thread can be stopped
+        with signals_held():
             self._thread = thread
             try:
                 thread.start()

@@ -16,7 +16,14 @@ from paddle.distributed.auto_parallel.api import ShardDataloader
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.external import ExternalLoader, ExternalSource
 from paddle_shard.data.files.shards import ShardSource
-from paddle_shard.data.stages import Filter, Group, Pack, Repeat, Shuffle, Stripe
+from paddle_shard.data.stages import (
+    Filter,
+    Group,
+    Pack,
+    Repeat,
+    Shuffle,
+    Stripe,
+)
 from paddle_shard.data.stages.cut import chosen_num_parts, cut
 from paddle_shard.data.stages.stage import Stage
 from paddle_shard.data.stream import Stream, last_stage
@@ -60,7 +67,9 @@ def as_dataloader(
             )
         dataloader = given
     elif isinstance(given, ExternalLoader):
-        reject("another library reads, in processes of its own.", readers=readers)
+        reject(
+            "another library reads, in processes of its own.", readers=readers
+        )
         dataloader = _loader_of(Stream(ExternalSource(given)))
     else:
         stream = given if isinstance(given, Stream) else _stream_of(given)
@@ -193,7 +202,9 @@ def read_stream(
         needs_one_reader = is_split and plan.repeats
     else:
         ranks = (
-            1 if is_split else math.lcm(*(layout.num_data_ranks for layout in layouts))
+            1
+            if is_split
+            else math.lcm(*(layout.num_data_ranks for layout in layouts))
         )
         if num_parts is None:
             num_parts = chosen_num_parts(stage.source, micro_rows)
@@ -232,7 +243,11 @@ def read_stream(
     num_readers = max(1, order.num_workers) * (
         1 if is_split else row_layout.num_data_ranks
     )
-    if row_layout.global_rank == 0 and num_readers > 1 and not stage.source.cuts:
+    if (
+        row_layout.global_rank == 0
+        and num_readers > 1
+        and not stage.source.cuts
+    ):
         warn_once(
             f"this stream cannot be sharded at its source: each of {num_readers} readers "
             "reads all of it and discards the samples of the others. Files (Stream.csv, .lines, .webdataset), or a "
@@ -248,7 +263,9 @@ def read_stream(
     )
 
 
-def _check_has_end(stage: Stage, row_layout: FieldLayout, *, is_split: bool) -> None:
+def _check_has_end(
+    stage: Stage, row_layout: FieldLayout, *, is_split: bool
+) -> None:
     """Check that the end of a stream can be known, if the user does not say how many batches it has."""
     if is_split and not row_layout.on_mesh:
         raise ArgumentError(
@@ -262,7 +279,9 @@ def _check_has_end(stage: Stage, row_layout: FieldLayout, *, is_split: bool) -> 
         )
 
 
-def _micro_rows(dataloader: paddle.io.DataLoader, *, is_split: bool) -> int | None:
+def _micro_rows(
+    dataloader: paddle.io.DataLoader, *, is_split: bool
+) -> int | None:
     """Return the rows of a global micro-batch that a DataLoader makes; None if it makes none."""
     rows: int | None = dataloader.batch_size
     if rows is None or is_split:
@@ -283,7 +302,9 @@ def _whole_items(
     return Stripe(stage), (0,)
 
 
-def _held_parts(layouts: Sequence[FieldLayout], plan: PartsPlan) -> tuple[int, ...]:
+def _held_parts(
+    layouts: Sequence[FieldLayout], plan: PartsPlan
+) -> tuple[int, ...]:
     """Return the parts from which this rank reads rows, for any of its fields.
 
     They are all parts if the rank has a stream of its own, and also on no mesh, to know where they end.

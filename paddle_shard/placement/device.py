@@ -98,7 +98,9 @@ class DeviceQueue:
         """Free host memory that was copied; safe from any thread. A thread that reads ahead has the time for it."""
         # Without a lock, which a signal's handler might leave locked: two threads may see the same copies.
         with suppress(IndexError, ValueError):  # the other thread was first
-            while (event := self._queued[0].event) is not None and event.query():
+            while (
+                event := self._queued[0].event
+            ) is not None and event.query():
                 self._queued.remove(self._queued[0])
 
     def copied(self, tensors: Sequence[Any]) -> list[Any]:

@@ -98,7 +98,9 @@ class FieldLayout:
         """Return (number of data ranks, data rank) of any process; None if it is not on the mesh."""
         if global_rank not in self.layout.process_ids:
             return None
-        return self.num_data_ranks, self.layout.data_rank(global_rank, self.data_axes)
+        return self.num_data_ranks, self.layout.data_rank(
+            global_rank, self.data_axes
+        )
 
     @cached_property
     def rows_only(self) -> FieldLayout:
@@ -129,7 +131,11 @@ class FieldLayout:
         for dim in sorted({dim for _, dim in self.dims} - {0}):
             axes = [axis for axis, split_dim in self.dims if split_dim == dim]
             num_chunks = self.layout.num_data_ranks(axes)
-            chunk = self.layout.data_rank(self.global_rank, axes) if self.on_mesh else 0
+            chunk = (
+                self.layout.data_rank(self.global_rank, axes)
+                if self.on_mesh
+                else 0
+            )
             chunks = [chunk]
             if dim in self.balanced:
                 num_chunks *= 2
@@ -162,7 +168,11 @@ class FieldLayout:
                 rows[(*before, slice(chunk * size, (chunk + 1) * size))]
                 for chunk in chunks
             ]
-            join = np.concatenate if isinstance(rows, np.ndarray) else paddle.concat
+            join = (
+                np.concatenate
+                if isinstance(rows, np.ndarray)
+                else paddle.concat
+            )
             rows = pieces[0] if len(pieces) == 1 else join(pieces, axis=dim)
         return rows
 
@@ -200,7 +210,10 @@ def from_local(tensor: Any, mesh: Any, placements: Sequence[Any]) -> Any:
 
 
 def field_layout(
-    mesh: Any, axes: Axes | Mapping[str | int, Any], global_rank: int, **others: bool
+    mesh: Any,
+    axes: Axes | Mapping[str | int, Any],
+    global_rank: int,
+    **others: bool,
 ) -> FieldLayout:
     """Return the layout of a field.
 
@@ -227,7 +240,8 @@ def field_layout(
     )
     if not isinstance(axes, Mapping):
         axes = dict.fromkeys(layout.axis_indices(axes), 0)
-    layout.axis_indices(tuple(axes), "placements")  # each is there, and named once
+    # each is there, and named once
+    layout.axis_indices(tuple(axes), "placements")
     dims: dict[int, int] = {}
     balanced: dict[int, bool] = {}
     """Tensor dim -> True if it is split `Balanced`."""

@@ -45,7 +45,9 @@ def layouts_of_fields(
     if input_keys is None:
         input_keys = range(len(meshes))
     elif not isinstance(input_keys, list | tuple):
-        raise ArgumentError(f"input_keys must be a list of keys, got {input_keys!r}.")
+        raise ArgumentError(
+            f"input_keys must be a list of keys, got {input_keys!r}."
+        )
     elif len(meshes) > 1:
         _for_each_mesh("input_keys", list(input_keys), meshes)
     axes = _axes_by_mesh(meshes, shard_dims)

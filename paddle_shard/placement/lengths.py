@@ -99,7 +99,9 @@ class PadTo:
         """Return how the rows of the tensor at a path are padded; None if they are not."""
         # The paths of a field's tensors begin with its own, up to the bracket.
         pads = self.fields.values()
-        return next((pad for pad in pads if (path or "[0]").startswith(pad.path)), None)
+        return next(
+            (pad for pad in pads if (path or "[0]").startswith(pad.path)), None
+        )
 
     def even(self, arrays: Sequence[Any], path: str) -> Sequence[Any]:
         """Return what several workers have collated of one array, padded to one length, so that it can be joined.
@@ -107,7 +109,10 @@ class PadTo:
         Arrays that differ in dtype or in their number of dims are returned as they are: joining them reports that.
         """
         pad = self.pad_of(path)
-        if pad is None or len({(one.dtype, len(one.shape)) for one in arrays}) > 1:
+        if (
+            pad is None
+            or len({(one.dtype, len(one.shape)) for one in arrays}) > 1
+        ):
             return arrays
         row = _longest(array.shape[1:] for array in arrays)
         return [padded(array, row, pad.value) for array in arrays]
@@ -127,7 +132,9 @@ def finished(batch: Any, row_shapes: Mapping[int, Mapping[str, Row]]) -> Any:
     def place(leaf: Any, _: str) -> Any:
         if not isinstance(leaf, Unplaced):
             return leaf
-        return leaf.placed([shapes[leaf.path] for shapes in row_shapes.values()])
+        return leaf.placed(
+            [shapes[leaf.path] for shapes in row_shapes.values()]
+        )
 
     return map_leaves(batch, place)
 

@@ -30,10 +30,14 @@ class TensorMaker:
         self._queue = None if self.is_on_cpu else DeviceQueue(place)
         # From other memory a GPU's copy is not asynchronous.
         self._pins = isinstance(place, core.CUDAPlace)
-        self._host: Any = core.CUDAPinnedPlace() if self._pins else core.CPUPlace()
+        self._host: Any = (
+            core.CUDAPinnedPlace() if self._pins else core.CPUPlace()
+        )
         """Place where arrays are put first."""
 
-    def __call__(self, leaves: Sequence[Any], owned: bool) -> Callable[[], list[Any]]:
+    def __call__(
+        self, leaves: Sequence[Any], owned: bool
+    ) -> Callable[[], list[Any]]:
         """Begin to make tensors of leaves, and return a function that makes the rest of them: that of the device.
 
         Beginning may be done in any thread; the rest belongs to the one that computes with them.
@@ -58,13 +62,16 @@ class TensorMaker:
             else:
                 part = self._from_tensor(leaf, owned)
                 if not self.is_on_cpu and _is_on_host(part):
-                    dense[number] = part.value().get_tensor()  # `part` holds its memory
+                    # `part` holds its memory
+                    dense[number] = part.value().get_tensor()
             parts.append(part)
         return partial(self._finish, parts, dense)
 
     def _from_array(self, array: Any, owned: bool) -> Any:
         # A subclass of ndarray may share its memory, and a tensor can only use that of a C-contiguous array.
-        is_usable = owned and type(array) is np.ndarray and array.flags.c_contiguous
+        is_usable = (
+            owned and type(array) is np.ndarray and array.flags.c_contiguous
+        )
         if not is_usable and not self._pins:
             # numpy takes large pages for its copy, and Paddle small ones.
             array = np.array(array, order="C")
@@ -74,7 +81,11 @@ class TensorMaker:
 
     def _from_tensor(self, leaf: Any, owned: bool) -> Any:
         is_paddle = isinstance(leaf, paddle.Tensor)
-        tensor = leaf.detach() if is_paddle else paddle.utils.dlpack.from_dlpack(leaf)
+        tensor = (
+            leaf.detach()
+            if is_paddle
+            else paddle.utils.dlpack.from_dlpack(leaf)
+        )
         # On a device, what is owned is copied, too: a copy does not know of strides, and frees what it holds when the
         # device is done with it.
         if _is_on_host(tensor) and not (owned and self.is_on_cpu):

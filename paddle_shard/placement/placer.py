@@ -11,13 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.core.trees import is_sequence, map_leaves, named_leaves, rebuild
+from paddle_shard.core.trees import (
+    is_sequence,
+    map_leaves,
+    named_leaves,
+    rebuild,
+)
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.placement.field import FieldLayout, field_layout
 from paddle_shard.placement.layouts import Entry, layouts_of_fields
 from paddle_shard.placement.lengths import PadTo
-from paddle_shard.placement.recipe import BatchRecipe, Leaf, compile_leaf, is_row_like
+from paddle_shard.placement.recipe import (
+    BatchRecipe,
+    Leaf,
+    compile_leaf,
+    is_row_like,
+)
 from paddle_shard.placement.rows import BatchRows
 from paddle_shard.reading.tensors import becomes_tensor, is_tensor
 
@@ -80,7 +90,9 @@ class BatchPlacer:
     def row_layout(self) -> FieldLayout:
         """Layout of the field whose rows this rank reads: the one with most data ranks."""
         local = [layout for layout in self.layouts if layout.on_mesh]
-        return max(local or self.layouts, key=lambda layout: layout.num_data_ranks)
+        return max(
+            local or self.layouts, key=lambda layout: layout.num_data_ranks
+        )
 
     def recipe(
         self, batch: Any, rows_of: Callable[[Any], BatchRows], key: Any
@@ -126,7 +138,9 @@ class BatchPlacer:
             template = rebuild(batch, numbered)
         else:
             children = list(numbered.values())
-            template = rebuild(batch, children) if is_sequence(batch) else children[0]
+            template = (
+                rebuild(batch, children) if is_sequence(batch) else children[0]
+            )
         recipe = BatchRecipe(
             rows=rows,
             is_host=not any(is_tensor(leaf.value) for leaf in leaves),
@@ -143,7 +157,8 @@ class BatchPlacer:
         if not layouts[-1].is_local:
             return layouts[-1]
         return next(
-            (layout for layout in reversed(layouts) if layout.on_mesh), layouts[-1]
+            (layout for layout in reversed(layouts) if layout.on_mesh),
+            layouts[-1],
         )
 
     def num_rows(self, batch: Any) -> int | None:
@@ -259,4 +274,9 @@ def _form(value: Any, leaves: list[Any]) -> tuple[Any, ...]:
     if isinstance(value, list):
         return kind, len(value)
     place = "" if kind is np.ndarray else str(getattr(value, "place", ""))
-    return kind, *getattr(value, "shape", ()), getattr(value, "dtype", None), place
+    return (
+        kind,
+        *getattr(value, "shape", ()),
+        getattr(value, "dtype", None),
+        place,
+    )

@@ -71,7 +71,9 @@ class BatchRecipe:
         make_tensors = maker([parts[number] for number in self.tensors], owned)
         return partial(self._finish, parts, make_tensors)
 
-    def _finish(self, parts: list[Any], make_tensors: Callable[[], list[Any]]) -> Any:
+    def _finish(
+        self, parts: list[Any], make_tensors: Callable[[], list[Any]]
+    ) -> Any:
         for number, tensor in zip(self.tensors, make_tensors(), strict=True):
             parts[number] = tensor
         if not self.is_host:
@@ -145,7 +147,9 @@ def _compile_distributed(
         kind = f"{dtype}, {shape[0]} rows of " if counts else dtype
         recipe.row_shapes[path] = [kind, *shape[1:]]
     if pad_to is None:
-        place = partial(from_local, mesh=layout.mesh, placements=layout.placements)
+        place = partial(
+            from_local, mesh=layout.mesh, placements=layout.placements
+        )
     else:
         pad = pad_to.pad_of(path)
         if pad is not None:
@@ -279,7 +283,9 @@ def _check_plain_value(leaf: Leaf) -> None:
             f"field {path} is a {type(value).__name__}, and the fields of a dataclass are not split. Have the "
             "collate_fn return a dict, a list or a named tuple."
         )
-    is_number = isinstance(value, int | float | np.number) and type(value) is not bool
+    is_number = (
+        isinstance(value, int | float | np.number) and type(value) is not bool
+    )
     if is_number and layout.num_data_ranks > 1 and not layout.is_local:
         raise BatchStructureError(
             f"field {path} is the number {value!r}, which the collate_fn computed from this rank's rows; other data "

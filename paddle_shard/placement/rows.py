@@ -39,7 +39,9 @@ class BatchRows:
         self._micro_size = micro_size
         self._positions: dict[int, Rows] = {}
         if read is None:
-            rows = [self._rows_of(layout) for layout in layouts if layout.on_mesh]
+            rows = [
+                self._rows_of(layout) for layout in layouts if layout.on_mesh
+            ]
             # A rank on none of the meshes reads one row, for the dtypes and the other dims.
             read = np.unique(np.concatenate(rows or [np.zeros(1, np.int64)]))
         self.read = read
@@ -48,7 +50,10 @@ class BatchRows:
 
     def _rows_of(self, layout: FieldLayout) -> Rows:
         return slice_rows(
-            self.num_rows, layout.num_data_ranks, layout.data_rank, self._micro_size
+            self.num_rows,
+            layout.num_data_ranks,
+            layout.data_rank,
+            self._micro_size,
         )
 
     def positions(self, layout: FieldLayout) -> Rows:

@@ -59,7 +59,9 @@ def assign_rows(costs: Costs, num_data_ranks: int) -> Rows:
         else:
             heapq.heappop(open_ranks)
     assigned = np.sort(np.array(rows_of, np.int64)).reshape(-1)
-    is_better = loads(units[assigned], num_data_ranks) < loads(units, num_data_ranks)
+    is_better = loads(units[assigned], num_data_ranks) < loads(
+        units, num_data_ranks
+    )
     return assigned if is_better else in_order
 
 
@@ -79,7 +81,11 @@ def loads(costs: npt.NDArray[Any], num_data_ranks: int) -> Load:
 
 
 def balanced_rows(
-    ids: Any, micro_size: int, *, num_data_ranks: int, costs_of: Callable[[Any], Costs]
+    ids: Any,
+    micro_size: int,
+    *,
+    num_data_ranks: int,
+    costs_of: Callable[[Any], Costs],
 ) -> tuple[Rows, Load]:
     """Return the rows of a global batch in the order in which data ranks take them, and their load.
 

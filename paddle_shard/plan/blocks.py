@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.core.checks import check_count
-from paddle_shard.plan.order import Fingerprint, Indices, Order, Ordering, groups_by_key
+from paddle_shard.plan.order import (
+    Fingerprint,
+    Indices,
+    Order,
+    Ordering,
+    groups_by_key,
+)
 from paddle_shard.plan.parts import choose_num_parts
 from paddle_shard.plan.shuffle import Permutation, permutation
 
@@ -44,7 +50,9 @@ class Blocks(Ordering):
             ("size", "samples in a block on disk"),
             ("window", "blocks that are mixed"),
         ):
-            count = check_count(f"Blocks: {name}", getattr(self, name), meaning=meaning)
+            count = check_count(
+                f"Blocks: {name}", getattr(self, name), meaning=meaning
+            )
             object.__setattr__(self, name, count)
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
@@ -58,7 +66,9 @@ class Blocks(Ordering):
         """
         return _block_order(length, self, width, seed, epoch)
 
-    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> Fingerprint:
+    def fingerprint(
+        self, *, num_data_ranks: int, accumulation: int
+    ) -> Fingerprint:
         """Return what a saved state stores about the order; a loader calls it.
 
         Args:
@@ -115,7 +125,12 @@ class BlockOrder(Order):
     """
 
     def __init__(
-        self, num_samples: int, blocks: Blocks, width: int, seed: int, epoch: int
+        self,
+        num_samples: int,
+        blocks: Blocks,
+        width: int,
+        seed: int,
+        epoch: int,
     ) -> None:
         """Set up the order of an epoch.
 
@@ -204,7 +219,9 @@ class BlockOrder(Order):
         is_after_short = places >= self._short_end
         return (places + self._gap * is_after_short) // self._size
 
-    def _offsets(self, part: Indices, place: Indices) -> tuple[Indices, Indices]:
+    def _offsets(
+        self, part: Indices, place: Indices
+    ) -> tuple[Indices, Indices]:
         """Return the window of each place, and the offset of the place in the window, which is cut to the part."""
         window = self._slot(place) // self._window
         first_of_window = self._start(window * self._window)
@@ -228,7 +245,9 @@ class BlockOrder(Order):
         # A block has many places here: each is computed once.
         distinct, numbers = np.unique(slots, return_inverse=True)
         return (
-            self._blocks(distinct)[numbers] * self._size + places - self._start(slots)
+            self._blocks(distinct)[numbers] * self._size
+            + places
+            - self._start(slots)
         )
 
 

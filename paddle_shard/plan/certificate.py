@@ -128,7 +128,9 @@ def added(*accounts: Account) -> Account:
 
 def account_to_json(account: Account) -> list[Any]:
     """Return an account as lists: [data rank, number of data ranks, resumed at, once, again, total] for each owner."""
-    rows = [[*owner, *delivered] for owner, delivered in sorted(account.items())]
+    rows = [
+        [*owner, *delivered] for owner, delivered in sorted(account.items())
+    ]
     # Without tuples: a state must be equal to what comes back from JSON.
     return list(json.loads(json.dumps(rows)))
 
@@ -143,7 +145,9 @@ def account_from_json(saved: Any) -> Account:
     }
 
 
-def merged(accounts: Iterable[tuple[Account, Account]]) -> tuple[Account, list[str]]:
+def merged(
+    accounts: Iterable[tuple[Account, Account]],
+) -> tuple[Account, list[str]]:
     """Return what all ranks together know to be delivered, and the problems that were found.
 
     Replicas, which have the same data rank, must have delivered the same samples with all their iterators together;
@@ -187,11 +191,15 @@ def _joined(
 
 def _of_all(account: Account, problems: list[str]) -> Account:
     """Return an account in which the slices of all data ranks are put together, as far as all are known."""
-    whole = {owner: account[owner] for owner in (ALL, DRAWN) if owner in account}
+    whole = {
+        owner: account[owner] for owner in (ALL, DRAWN) if owner in account
+    }
     splits = sorted({owner[1:] for owner in account if owner not in whole})
     totals: dict[Any, Total] = {}
     for num_data_ranks, resumed_at in splits:
-        owners = [(rank, num_data_ranks, resumed_at) for rank in range(num_data_ranks)]
+        owners = [
+            (rank, num_data_ranks, resumed_at) for rank in range(num_data_ranks)
+        ]
         slices = {owner: account[owner] for owner in owners if owner in account}
         most = max(slices.values())
         # All data ranks must have delivered the same positions.
@@ -279,7 +287,9 @@ class Certificate:
             what = f"not proved that {what} was delivered"
         else:
             what = f"NOT {what}"
-        return f"epoch {self.epoch}: {what} exactly once: " + "; ".join(self.problems)
+        return f"epoch {self.epoch}: {what} exactly once: " + "; ".join(
+            self.problems
+        )
 
 
 def certify(
@@ -334,7 +344,11 @@ def certify(
 
     # Compare the positions, then the samples at them.
     gaps = [
-        (first, stop, stop - first if plan is None else between(first, stop).num)
+        (
+            first,
+            stop,
+            stop - first if plan is None else between(first, stop).num,
+        )
         for first, stop in without(0, max(reached, end or 0), delivered.once)
     ]
     missed = sum(num for *_, num in gaps)
@@ -354,7 +368,9 @@ def certify(
         )
         missed += max(0, expected.num - num)
     elif delivered.total[2:] != expected[2:]:
-        problems.append(f"in {where}, some samples were missed and as many repeated")
+        problems.append(
+            f"in {where}, some samples were missed and as many repeated"
+        )
     return Certificate(
         epoch=epoch,
         num_samples=num_samples,
@@ -362,7 +378,9 @@ def certify(
         delivered=num,
         missed=missed,
         to_come=missed
-        if is_known and len(problems) == 1 and [gap[0] for gap in gaps] == [reached]
+        if is_known
+        and len(problems) == 1
+        and [gap[0] for gap in gaps] == [reached]
         else 0,
         repeated=num - num_samples + missed,
         problems=tuple(dict.fromkeys(problems)),
@@ -390,7 +408,9 @@ def total_of_plan(
 ) -> Total:
     """Return the total expected at positions [first, end) of a plan."""
     totals = []
-    for range_first, range_end in without(first, end, skipped_positions(plan, skips)):
+    for range_first, range_end in without(
+        first, end, skipped_positions(plan, skips)
+    ):
         for start in range(range_first, range_end, _CHUNK):
             stop = min(start + _CHUNK, range_end)
             samples = plan.samples(epoch=epoch, first=start, end=stop)

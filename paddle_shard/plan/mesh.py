@@ -51,7 +51,9 @@ class MeshLayout:
         """Name of each axis -> its size."""
         return dict(zip(self.axes, self.shape, strict=True))
 
-    def axis_indices(self, axes: Axes, argument: str = "shard_dims") -> tuple[int, ...]:
+    def axis_indices(
+        self, axes: Axes, argument: str = "shard_dims"
+    ) -> tuple[int, ...]:
         """Return the indices of `axes` in the mesh's own order, which is the row-major order of the data.
 
         Args:
@@ -100,7 +102,12 @@ class MeshLayout:
                 f"global_rank {global_rank} is not on the mesh; its process_ids are {list(self.process_ids)}."
             )
         return tuple(
-            map(int, np.unravel_index(self.process_ids.index(global_rank), self.shape))
+            map(
+                int,
+                np.unravel_index(
+                    self.process_ids.index(global_rank), self.shape
+                ),
+            )
         )
 
     def num_data_ranks(self, data_axes: Axes) -> int:
@@ -109,7 +116,9 @@ class MeshLayout:
         Args:
             data_axes: Names or indices of axes, or one of them.
         """
-        return math.prod(self.shape[axis] for axis in self.axis_indices(data_axes))
+        return math.prod(
+            self.shape[axis] for axis in self.axis_indices(data_axes)
+        )
 
     def data_rank(self, global_rank: int, data_axes: Axes) -> int:
         """Return the coordinate of a process along the data axes, which act as one in row-major order.
@@ -139,7 +148,9 @@ def replica_groups(mesh: MeshLayout, data_axes: Axes) -> list[list[int]]:
         >>> replica_groups(MeshLayout(shape=(2, 2), axes=("mp", "dp"), process_ids=(0, 1, 2, 3)), "dp")
         [[0, 2], [1, 3]]
     """
-    groups: list[list[int]] = [[] for _ in range(mesh.num_data_ranks(data_axes))]
+    groups: list[list[int]] = [
+        [] for _ in range(mesh.num_data_ranks(data_axes))
+    ]
     for rank in mesh.process_ids:
         groups[mesh.data_rank(rank, data_axes)].append(rank)
     return groups

@@ -12,7 +12,13 @@ import numpy as np
 
 from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.order import Fingerprint, Indices, Order, Ordering, groups_by_key
+from paddle_shard.plan.order import (
+    Fingerprint,
+    Indices,
+    Order,
+    Ordering,
+    groups_by_key,
+)
 from paddle_shard.plan.shuffle import Permutation, permutation
 from paddle_shard.plan.weights import Segment, interleave
 
@@ -65,7 +71,9 @@ class Mixing(Ordering):
     is_shuffled: bool = True
     """True if each source is shuffled; False: each is read from its first sample to its last."""
 
-    def order(self, length: int, seed: int, epoch: int, width: int) -> MixtureOrder:
+    def order(
+        self, length: int, seed: int, epoch: int, width: int
+    ) -> MixtureOrder:
         """Return the order of an epoch of the mixture.
 
         Args:
@@ -86,13 +94,17 @@ class Mixing(Ordering):
         last = self.draws.segment_at(first + length - 1)
         return max(0, self.segments[last].first - first)
 
-    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> Fingerprint:
+    def fingerprint(
+        self, *, num_data_ranks: int, accumulation: int
+    ) -> Fingerprint:
         """Return what the order depends on."""
         mixture = {
             "sources": list(self.names),
             "lengths": list(self.lengths),
             "shuffled": self.is_shuffled,
-            "segments": [[first, list(weights)] for first, weights in self.segments],
+            "segments": [
+                [first, list(weights)] for first, weights in self.segments
+            ],
         }
         return {"mixture": mixture}
 
@@ -104,7 +116,8 @@ class Mixing(Ordering):
             tuple(mixture["sources"]),
             tuple(mixture["lengths"]),
             tuple(
-                Segment(first, tuple(weights)) for first, weights in mixture["segments"]
+                Segment(first, tuple(weights))
+                for first, weights in mixture["segments"]
             ),
             mixture["shuffled"],
         )
@@ -156,7 +169,9 @@ class Draws:
         """
         self._segments = segments
         self._sequences = [interleave(segment.weights) for segment in segments]
-        self._firsts = np.array([segment.first for segment in segments], np.int64)
+        self._firsts = np.array(
+            [segment.first for segment in segments], np.int64
+        )
         self._counts_before = [np.zeros(len(segments[0].weights), np.int64)]
         """Number of samples of each source before each segment, as far as needed."""
 
@@ -177,7 +192,9 @@ class Draws:
         """Return how often each source is selected before a position of the run: int64[number of sources]."""
         number = self.segment_at(position)
         first = self._segments[number].first
-        return self._before(number) + self._sequences[number].counts(position - first)
+        return self._before(number) + self._sequences[number].counts(
+            position - first
+        )
 
     def sources_at(self, positions: Indices) -> tuple[Indices, Indices]:
         """Return, for each position of the run, its source and how often the source was selected before."""
@@ -197,7 +214,8 @@ class Draws:
         """Return the position of the run of each draw of a source: int64; `NEVER` if it is not made."""
         positions = np.full(len(draws), NEVER)
         begins = [
-            self._before(segment)[source] for segment in range(len(self._segments))
+            self._before(segment)[source]
+            for segment in range(len(self._segments))
         ]
         numbers = np.searchsorted(begins, draws, side="right") - 1
         for number in np.unique(numbers).tolist():
@@ -205,7 +223,9 @@ class Draws:
             if weights[source]:
                 chosen = numbers == number
                 draws_in_segment = draws[chosen] - begins[number]
-                places = self._sequences[number].inverse(source, draws_in_segment)
+                places = self._sequences[number].inverse(
+                    source, draws_in_segment
+                )
                 positions[chosen] = first + places
         return positions
 
@@ -213,7 +233,9 @@ class Draws:
 class MixtureOrder(Order):
     """The order of one epoch of a mixture. Its entries are ids of samples, not numbers below the epoch's length."""
 
-    def __init__(self, mixing: Mixing, seed: int, first: int, length: int) -> None:
+    def __init__(
+        self, mixing: Mixing, seed: int, first: int, length: int
+    ) -> None:
         """Set up the order.
 
         Args:

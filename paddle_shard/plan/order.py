@@ -127,7 +127,9 @@ class Ordering:
         """
         return 0
 
-    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> Fingerprint:
+    def fingerprint(
+        self, *, num_data_ranks: int, accumulation: int
+    ) -> Fingerprint:
         """Return what the order depends on besides the number of samples, the seed and the epoch, as JSON values."""
         return {}
 

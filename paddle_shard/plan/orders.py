@@ -11,7 +11,13 @@ import numpy as np
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.mixture import Mixing
-from paddle_shard.plan.order import Fingerprint, Identity, Indices, Order, Ordering
+from paddle_shard.plan.order import (
+    Fingerprint,
+    Identity,
+    Indices,
+    Order,
+    Ordering,
+)
 from paddle_shard.plan.shuffle import permutation
 
 Shuffle: TypeAlias = bool | str | Ordering
@@ -102,7 +108,9 @@ class PaddleOrdering(PaddleSequential):
         """See `Ordering`."""
         return _paddle_order(length, self.seed + epoch)
 
-    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> Fingerprint:
+    def fingerprint(
+        self, *, num_data_ranks: int, accumulation: int
+    ) -> Fingerprint:
         """See `Ordering`."""
         fingerprint = {"num_data_ranks": num_data_ranks}
         if self.seed:

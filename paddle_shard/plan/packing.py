@@ -93,7 +93,11 @@ def fitted(lengths: Indices, length: int) -> tuple[Indices, int]:
 
 
 def _fit_best(
-    pieces: Indices, spaces: list[int], row_of: Indices, num_rows: int, length: int
+    pieces: Indices,
+    spaces: list[int],
+    row_of: Indices,
+    num_rows: int,
+    length: int,
 ) -> int:
     """Put pieces into rows by best fit, one by one, the longest first; return the number of rows.
 
@@ -143,7 +147,9 @@ class Packing:
         0.0
     """
 
-    def __init__(self, lengths: Indices, length: int, window: int = 4096) -> None:
+    def __init__(
+        self, lengths: Indices, length: int, window: int = 4096
+    ) -> None:
         """Plan all rows, in about 0.2 us a piece.
 
         Args:
@@ -217,5 +223,7 @@ class Packing:
         return (
             documents,
             begins,
-            np.minimum(self.lengths[documents].astype(np.int64), begins + self.length),
+            np.minimum(
+                self.lengths[documents].astype(np.int64), begins + self.length
+            ),
         )

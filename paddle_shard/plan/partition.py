@@ -11,7 +11,10 @@ Rows = npt.NDArray[np.int64]
 
 
 def slice_rows(
-    num_rows: int, num_data_ranks: int, data_rank: int, micro_size: int | None = None
+    num_rows: int,
+    num_data_ranks: int,
+    data_rank: int,
+    micro_size: int | None = None,
 ) -> Rows:
     """Return the rows of a global batch that `data_rank` delivers, in the order in which it delivers them.
 
@@ -49,7 +52,9 @@ def slice_rows(
             f"got {num_rows} and {micro_size}."
         )
     rows = np.arange(num_rows)
-    data_ranks, _ = place_of_rows(rows, num_rows, num_data_ranks, max(1, micro_size))
+    data_ranks, _ = place_of_rows(
+        rows, num_rows, num_data_ranks, max(1, micro_size)
+    )
     return np.flatnonzero(data_ranks == data_rank)
 
 

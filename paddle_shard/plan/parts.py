@@ -50,14 +50,25 @@ class PartsPlan:
     """Exact number of steps, for any lengths: parts that end are reopened. None: the tail decides."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "num_parts", "num_data_ranks", "accumulation"):
+        for name in (
+            "batch_size",
+            "num_parts",
+            "num_data_ranks",
+            "accumulation",
+        ):
             check_count(name, getattr(self, name))
         if self.num_batches is not None:
             check_count("num_batches", self.num_batches)
-        check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
+        check_batch_size(
+            self.batch_size, self.num_data_ranks, self.accumulation
+        )
         find_tail(self.tail, stream=True)
-        multiples = range(self.num_data_ranks, self.micro_rows + 1, self.num_data_ranks)
-        works = [number for number in multiples if self.micro_rows % number == 0]
+        multiples = range(
+            self.num_data_ranks, self.micro_rows + 1, self.num_data_ranks
+        )
+        works = [
+            number for number in multiples if self.micro_rows % number == 0
+        ]
         if self.num_parts not in works:
             raise ArgumentError(
                 f"in_parts({self.num_parts}): the number of parts must divide the {self.micro_rows} rows of a "
@@ -137,7 +148,9 @@ class PartsPlan:
         return self.ending.num_steps(lengths, size)
 
 
-def nothing_to_repeat(part: int, num_parts: int, source: str = "") -> ArgumentError:
+def nothing_to_repeat(
+    part: int, num_parts: int, source: str = ""
+) -> ArgumentError:
     """Return the error for a part, perhaps of a source of a mixture, that is to be read again and has no sample."""
     what = f"Stream.mixture: source {source!r}, part" if source else "part"
     return ArgumentError(
@@ -174,5 +187,7 @@ def choose_num_parts(micro_rows: int, num_shards: int | None = None) -> int:
     most = min(MAX_PARTS, micro_rows)
     if num_shards is not None:
         most = min(most, max(1, num_shards))
-    divisors = [number for number in range(1, most + 1) if micro_rows % number == 0]
+    divisors = [
+        number for number in range(1, most + 1) if micro_rows % number == 0
+    ]
     return divisors[-1]

@@ -25,7 +25,13 @@ from paddle_shard.plan.partition import (
 )
 from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.skips import Ranges, is_in
-from paddle_shard.plan.step import BalanceRows, GlobalBatch, Mask, Step, rank_steps
+from paddle_shard.plan.step import (
+    BalanceRows,
+    GlobalBatch,
+    Mask,
+    Step,
+    rank_steps,
+)
 from paddle_shard.plan.tails import Tail, find_tail
 
 Segments = tuple[tuple[int, int], ...]
@@ -73,7 +79,10 @@ class StepTable:
     def step_and_row(self, position: int) -> tuple[int, int]:
         """Return the step that holds a position, and the row in its batch."""
         number = (
-            bisect_right(self._segments, position, key=lambda segment: segment[0]) - 1
+            bisect_right(
+                self._segments, position, key=lambda segment: segment[0]
+            )
+            - 1
         )
         first, size = self._segments[number]
         step, row = divmod(position - first, size)
@@ -200,7 +209,9 @@ class ShardPlan:
             value = check_count(name, getattr(self, name), most=most)
             object.__setattr__(self, name, value)
         object.__setattr__(self, "ordering", find_ordering(self.shuffle))
-        check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
+        check_batch_size(
+            self.batch_size, self.num_data_ranks, self.accumulation
+        )
         if self.ending.refuses and self._table.rest:
             lengths = nearest_multiples(self.num_samples, self.batch_size)
             raise ArgumentError(
@@ -217,7 +228,9 @@ class ShardPlan:
     @cached_property
     def num_positions(self) -> int:
         """Positions of an epoch: the samples; with "paddle", rounded up to a multiple of the data ranks."""
-        return self.ordering.num_positions(self.num_samples, self.num_data_ranks)
+        return self.ordering.num_positions(
+            self.num_samples, self.num_data_ranks
+        )
 
     @property
     def _segments(self) -> Segments:
@@ -279,7 +292,9 @@ class ShardPlan:
     def _extent(self, step: int) -> tuple[int, int, int]:
         """Return the first position of a step, its rows, and the rows of a micro-batch."""
         if not 0 <= step < self.num_steps:
-            raise ArgumentError(f"step must be in range({self.num_steps}), got {step}.")
+            raise ArgumentError(
+                f"step must be in range({self.num_steps}), got {step}."
+            )
         first, num_rows = self._table.step(step)
         if step >= self._table.num_full:
             num_rows = self._last_rows
@@ -318,7 +333,9 @@ class ShardPlan:
         """
         first, num_rows, micro_size = self._extent(step)
         rows = slice_rows(num_rows, self.num_data_ranks, data_rank, micro_size)
-        return self._samples_at_rows(self.order(epoch=epoch), epoch, first, rows)
+        return self._samples_at_rows(
+            self.order(epoch=epoch), epoch, first, rows
+        )
 
     def _samples_at_rows(
         self, order: Order, epoch: int, start: int, rows: Rows | range
@@ -334,7 +351,9 @@ class ShardPlan:
             wrapped = first + (positions - end) % (end - first)
             samples = order(np.where(positions < end, positions, wrapped))
         # In Paddle's order, padding has numbers past the last sample.
-        return samples % self.num_samples if self.ordering.pads_first else samples
+        return (
+            samples % self.num_samples if self.ordering.pads_first else samples
+        )
 
     def samples(self, *, epoch: int, first: int, end: int) -> Indices:
         """Return the samples at positions [first, end) of the epoch's order, without padding.
@@ -371,7 +390,8 @@ class ShardPlan:
             "seed": self.seed,
             "tail": str(self.tail),
             **self.ordering.fingerprint(
-                num_data_ranks=self.num_data_ranks, accumulation=self.accumulation
+                num_data_ranks=self.num_data_ranks,
+                accumulation=self.accumulation,
             ),
         }
 
@@ -431,7 +451,9 @@ def step_of_plan(
 
 def num_skipped_steps(num_steps: int, skips: Ranges, since: int = 0) -> int:
     """Return how many of the steps [since, num_steps) of an epoch are skipped."""
-    return sum(max(0, min(end, num_steps) - max(first, since)) for first, end in skips)
+    return sum(
+        max(0, min(end, num_steps) - max(first, since)) for first, end in skips
+    )
 
 
 def skipped_positions(plan: ShardPlan, skips: Ranges) -> Ranges:
@@ -464,7 +486,9 @@ def rows_of_sample(
         number, row = plan._table.step_and_row(position)
         if number >= plan.num_steps or is_in(skips, number):
             continue
-        step = balance_rows and step_of_plan(plan, epoch, number, skips, balance_rows)
+        step = balance_rows and step_of_plan(
+            plan, epoch, number, skips, balance_rows
+        )
         if step is not None:
             is_sample = np.asarray(step.ids) == order(np.array([position]))
             if step.valid is not None:
@@ -488,7 +512,13 @@ def places_of(
         place = Where(step=step)
         if num_rows % ranks == 0 and micro_size % ranks == 0:
             rows = np.array(row)
-            data_rank, own_row = place_of_rows(rows, num_rows, ranks, micro_size)
+            data_rank, own_row = place_of_rows(
+                rows, num_rows, ranks, micro_size
+            )
             place = Where(step=step, data_rank=int(data_rank), row=int(own_row))
         places.append(place)
-    return places if isinstance(plan.ordering, Mixing) else next(iter(places), None)
+    return (
+        places
+        if isinstance(plan.ordering, Mixing)
+        else next(iter(places), None)
+    )

@@ -81,7 +81,11 @@ class Permutation(Order):
 
 
 def network(
-    x: Words, sizes: tuple[np.uint64, np.uint64], rounds: Words, *, backward: bool
+    x: Words,
+    sizes: tuple[np.uint64, np.uint64],
+    rounds: Words,
+    *,
+    backward: bool,
 ) -> None:
     """Replace each number of [0, a * b) in `x` by its image in a Feistel network on Z_a x Z_b.
 

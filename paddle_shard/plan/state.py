@@ -11,7 +11,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from paddle_shard.errors import StateError
-from paddle_shard.plan.certificate import Account, account_from_json, account_to_json
+from paddle_shard.plan.certificate import (
+    Account,
+    account_from_json,
+    account_to_json,
+)
 from paddle_shard.plan.order import Fingerprint
 from paddle_shard.plan.shard_plan import Segments
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
@@ -61,11 +65,16 @@ class LoaderState:
         return sealed(
             {
                 "version": VERSION,
-                **{name.name: getattr(self, name.name) for name in fields(self)},
+                **{
+                    name.name: getattr(self, name.name) for name in fields(self)
+                },
                 "segments": [list(segment) for segment in self.segments],
                 "certificate": account_to_json(self.certificate),
                 "data": self.data and dict(self.data),
-                "fingerprint": {"order_version": ORDER_VERSION, **self.fingerprint},
+                "fingerprint": {
+                    "order_version": ORDER_VERSION,
+                    **self.fingerprint,
+                },
             }
         )
 
@@ -92,7 +101,9 @@ class LoaderState:
                 f"state must be what the loader's state_dict() returned, got {saved!r:.120}."
             )
         if isinstance(override, str) or not isinstance(override, Collection):
-            raise StateError(f"override must be a list of names, got {override!r}.")
+            raise StateError(
+                f"override must be a list of names, got {override!r}."
+            )
         if saved["version"] != VERSION:
             raise StateError(
                 f"state has version {saved['version']!r}, but this paddle_shard reads version {VERSION} only. Load "
@@ -100,7 +111,10 @@ class LoaderState:
             )
         # The checksum is the check of all fields.
         names = set(cls().to_dict())
-        if set(saved) != names or saved["checksum"] != sealed(saved)["checksum"]:
+        if (
+            set(saved) != names
+            or saved["checksum"] != sealed(saved)["checksum"]
+        ):
             raise StateError(
                 "state is damaged: its content is not that of its checksum. It was changed since it was saved; load "
                 "the file again, or an older state."
@@ -121,7 +135,9 @@ class LoaderState:
     ) -> None:
         """Reject a loader whose fingerprint differs from the saved one where `override` does not allow it."""
         then = self._before_position(self.fingerprint)
-        now = self._before_position({"order_version": ORDER_VERSION, **fingerprint})
+        now = self._before_position(
+            {"order_version": ORDER_VERSION, **fingerprint}
+        )
         names = sorted({*now, *then})
         different = [name for name in names if now.get(name) != then.get(name)]
         for name, fix in _FIXED.items():
@@ -150,7 +166,9 @@ class LoaderState:
     def continued(self, batch_size: int) -> Segments:
         """Return the segments of the epoch if it resumes from here with this batch size."""
         kept = tuple(
-            (first, size) for first, size in self.segments if first < self.samples
+            (first, size)
+            for first, size in self.segments
+            if first < self.samples
         )
         # If the epoch has ended, another tail would drop its last batch.
         if kept and kept[-1][1] == batch_size and not self.ended:
@@ -162,7 +180,9 @@ class LoaderState:
         cut = dict(fingerprint)
         step = self.steps_before + self.steps
         skip_steps = cut.pop("skip_steps", ())
-        before = [(first, min(end, step)) for first, end in skip_steps if first < step]
+        before = [
+            (first, min(end, step)) for first, end in skip_steps if first < step
+        ]
         if before:
             cut["skip_steps"] = before
         if "mixture" in cut:
@@ -177,7 +197,9 @@ class LoaderState:
             }
         # Stages after a mixture have another sample at a position than it has.
         if len(cut.get("stream", ())) == 1:
-            cut["stream"] = _stage_before(cut["stream"][0], max(1, self.samples))
+            cut["stream"] = _stage_before(
+                cut["stream"][0], max(1, self.samples)
+            )
         return dict(json.loads(json.dumps(cut)))  # without tuples
 
 
@@ -192,14 +214,17 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
         covered, sort_keys=True, default=lambda other: type(other).__name__
     )
     if state["sampler"] is not None:
-        with contextlib.suppress(TypeError, ValueError):  # it may be of any kind
+        # it may be of any kind
+        with contextlib.suppress(TypeError, ValueError):
             of_sampler = json.loads(json.dumps(state["sampler"]))
             text += json.dumps(of_sampler, sort_keys=True)
     return {**state, "checksum": zlib.crc32(text.encode())}
 
 
 def _mixture_before(mixture: Fingerprint, position: int) -> Fingerprint:
-    segments = [segment for segment in mixture["segments"] if segment[0] < position]
+    segments = [
+        segment for segment in mixture["segments"] if segment[0] < position
+    ]
     # The last sources may join later.
     count = max(
         number

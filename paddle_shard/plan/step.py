@@ -157,9 +157,13 @@ def rank_steps(
         rows = rows_of(batch.num_rows, batch.micro_size)
         load = (0.0, 0.0)
         if compared and len(batch.sampler.drawn):
-            digest = zlib.crc32(as_ids(take(range(batch.num_rows))).tobytes(), digest)
+            digest = zlib.crc32(
+                as_ids(take(range(batch.num_rows))).tobytes(), digest
+            )
         if balance_rows is not None:
-            order, load = balance_rows(take(range(batch.num_rows)), batch.micro_size)
+            order, load = balance_rows(
+                take(range(batch.num_rows)), batch.micro_size
+            )
             rows = order[np.asarray(rows, np.int64)]
             digest = zlib.crc32(order.tobytes(), digest) if compared else 0
         valid = None

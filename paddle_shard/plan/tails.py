@@ -142,5 +142,7 @@ def find_tail(
     if tail not in usable:
         names = ", ".join(map(repr, usable))
         data = "a stream" if stream else "data with an index"
-        raise ArgumentError(f"tail must be one of {names} for {data}, got {tail!r}.")
+        raise ArgumentError(
+            f"tail must be one of {names} for {data}, got {tail!r}."
+        )
     return TAILS[tail]

@@ -77,7 +77,9 @@ def _fraction(name: str, weight: Any) -> Fraction:
         )
     try:
         # A float32 is what its digits say.
-        number = float(str(weight) if isinstance(weight, np.generic) else weight)
+        number = float(
+            str(weight) if isinstance(weight, np.generic) else weight
+        )
     except OverflowError:
         number = math.inf
     if not 0 <= number < math.inf:
@@ -97,8 +99,12 @@ def _rounded(shares: list[Fraction]) -> list[int]:
     weights = [max(math.floor(weight), int(weight > 0)) for weight in ideal]
     rest = MAX_PERIOD - sum(weights)
     # Largest remainder first.
-    remainders = [ideal[source] - weight for source, weight in enumerate(weights)]
-    for source in nlargest(rest, range(len(weights)), key=remainders.__getitem__):
+    remainders = [
+        ideal[source] - weight for source, weight in enumerate(weights)
+    ]
+    for source in nlargest(
+        rest, range(len(weights)), key=remainders.__getitem__
+    ):
         weights[source] += 1
     # If the smallest sources were raised to 1, the largest pay for it.
     for _ in range(-rest):
@@ -115,7 +121,9 @@ class Segment(NamedTuple):
     """Integer weight of each source; 0: it is not selected."""
 
 
-def schedule_of(what: str, names: tuple[str, ...], weights: Any) -> tuple[Segment, ...]:
+def schedule_of(
+    what: str, names: tuple[str, ...], weights: Any
+) -> tuple[Segment, ...]:
     """Return the segments of a run for a user's weights.
 
     Args:
@@ -223,7 +231,11 @@ class WeightedInterleave:
         # Threads share a sequence, and no lock survives a fork and pickling. So the state is one value: the entries
         # that are known, the draws of each source, and the heap of released draws. It is never changed, only replaced.
         # Two threads may compute the same entries; they write the same numbers to the same places.
-        self._known: tuple[int, list[int], list[int]] = (0, [0] * len(weights), [])
+        self._known: tuple[int, list[int], list[int]] = (
+            0,
+            [0] * len(weights),
+            [],
+        )
 
     def sources_at(self, positions: Indices) -> tuple[Indices, Indices]:
         """Return, for each position, its source and how often the source was selected before it.
@@ -241,7 +253,9 @@ class WeightedInterleave:
         """Return how often each source is selected before a position: int64[number of sources]."""
         periods, place = divmod(position, self.period)
         self._extend(place)
-        counts = np.bincount(self._sources[:place], minlength=len(self._weights))
+        counts = np.bincount(
+            self._sources[:place], minlength=len(self._weights)
+        )
         return periods * self._weights + counts
 
     def inverse(self, source: int, draws: Indices) -> Indices:

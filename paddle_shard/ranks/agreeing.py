@@ -68,7 +68,9 @@ def fails_on_all_ranks(
                 return function(*args, **kwargs)
             except Exception as error:
                 call = name or f"{function.__name__}()"
-                report_failure(f"its {call} failed", error, *groups_of(*args, **kwargs))
+                report_failure(
+                    f"its {call} failed", error, *groups_of(*args, **kwargs)
+                )
                 raise
 
         return cast(Function, called)
@@ -77,13 +79,20 @@ def fails_on_all_ranks(
 
 
 def report_failure(
-    call: str, error: Exception, *groups: tuple[int, ...], by: Agreement | None = None
+    call: str,
+    error: Exception,
+    *groups: tuple[int, ...],
+    by: Agreement | None = None,
 ) -> None:
     """See `fails_on_all_ranks`; `by` is the agreement of the iteration that has failed to begin, if it is open."""
     if getattr(error, "known_to_all", False):
         return
     for ranks in groups:
-        if len(ranks) > 1 and num_ranks() > max(ranks) and dist.get_rank() in ranks:
+        if (
+            len(ranks) > 1
+            and num_ranks() > max(ranks)
+            and dist.get_rank() in ranks
+        ):
             # If they cannot meet, the error of this rank is the one to raise.
             with contextlib.suppress(Exception):
                 report = report_of(error, call)

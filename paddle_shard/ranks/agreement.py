@@ -28,7 +28,9 @@ class Agreement(Iteration):
     delivery. `Coordinator.open` creates agreements.
     """
 
-    def __init__(self, coordinator: Coordinator, terms: AgreementConfig) -> None:
+    def __init__(
+        self, coordinator: Coordinator, terms: AgreementConfig
+    ) -> None:
         """Begin; see `Iteration`."""
         super().__init__(coordinator.member, terms)
         self._coordinator = coordinator
@@ -66,7 +68,9 @@ class Agreement(Iteration):
             PeerLostError: A rank is gone, did not respond before the timeout expired, or has left the loop early.
         """
         # Most steps are released long before, or are on the table.
-        if step >= self.released and not (self.may_deliver(step) or self._wait(step)):
+        if step >= self.released and not (
+            self.may_deliver(step) or self._wait(step)
+        ):
             with self._coordinator.changed:
                 error = self.error()
             if error is not None:
@@ -106,7 +110,8 @@ class Agreement(Iteration):
                     seconds = self.patience(step, time.monotonic())
                     if self.is_due or coordinator.member.outbox:
                         coordinator.network.wake()
-                    if self._announced_by_all() >= 0:  # the table shows when it changes
+                    # the table shows when it changes
+                    if self._announced_by_all() >= 0:
                         pause = max(_MIN_PAUSE, (time.monotonic() - start) / 2)
                         seconds = min(seconds, pause, _MAX_PAUSE)
                     coordinator.changed.wait(seconds)
@@ -187,7 +192,8 @@ class Coordinator:
                 lambda: (
                     self.is_lost
                     or not any(
-                        left.is_closed for left in self.member.iterations.values()
+                        left.is_closed
+                        for left in self.member.iterations.values()
                     )
                 ),
                 _LEAVE,
@@ -214,7 +220,8 @@ class Coordinator:
                 self.member.receive(["lost", str(error), ranks, timeout])
                 self.changed.notify_all()
         assert self.member.loss is not None
-        self.network.close(self.member.loss)  # so that no rank waits for this one
+        # so that no rank waits for this one
+        self.network.close(self.member.loss)
         self._report(*self.member.loss[:2])
 
     def _report(self, text: str, ranks: Collection[int]) -> None:
@@ -225,9 +232,7 @@ class Coordinator:
             exits = any(open_terms.exit_when_lost for open_terms in terms)
             if terms and self.member.rank not in ranks:
                 if exits:
-                    text += (
-                        f" This process ends in {EXIT_SECONDS:g} s (on_lost='exit')."
-                    )
+                    text += f" This process ends in {EXIT_SECONDS:g} s (on_lost='exit')."
                 log.error(f"global rank {self.member.rank}: {text}")
             if exits and not self.changed.wait_for(
                 lambda: self.has_learned, EXIT_SECONDS

@@ -11,9 +11,7 @@ from paddle_shard.errors import DifferentDataError, PaddleShardError, SplitError
 from paddle_shard.ranks.reports import differences
 from paddle_shard.reading.digest import WHOLE, digest
 
-_SPLIT = (
-    "the data is split already, by is_dataset_splitted=True or by the loader's sampler"
-)
+_SPLIT = "the data is split already, by is_dataset_splitted=True or by the loader's sampler"
 
 Arrays = Sequence[tuple[str, np.ndarray[Any, Any]]]
 """(path, array) of each leaf of a batch; the first dim of an array is its rows."""
@@ -41,7 +39,9 @@ def compare_batches(
             continue
         leader = leaders.setdefault(data_ranks.get(rank, summary["key"]), rank)
         if summary["fields"] != summaries[leader]["fields"]:
-            raise _replicas_differ(leader, rank, summaries, is_split=bool(data_ranks))
+            raise _replicas_differ(
+                leader, rank, summaries, is_split=bool(data_ranks)
+            )
     if data_ranks:
         _compare_split({rank: summaries[rank] for rank in leaders.values()})
 
@@ -114,14 +114,18 @@ def summary(
     num_rows = next((len(array) for _, array in arrays if array.ndim), 0)
     steps = "" if num_steps is None else f"{num_steps} steps, "
     digests = {
-        path or "the batch": str(digest(array, 0, WHOLE)) for path, array in arrays
+        path or "the batch": str(digest(array, 0, WHOLE))
+        for path, array in arrays
     }
     return {
         "step": step,
         "key": key,
         "what": "first batches" if first else f"batches at step {step}",
         "size": f"{steps}a first batch of {num_rows}" if first else "",
-        "fields": dict(sorted(digests.items())),  # as text, in one order on all ranks
+        # as text, in one order on all ranks
+        "fields": dict(sorted(digests.items())),
         # If all rows are equal, or there is only one, ranks may have the same by chance.
-        "varies": any(array.ndim and (array != array[:1]).any() for _, array in arrays),
+        "varies": any(
+            array.ndim and (array != array[:1]).any() for _, array in arrays
+        ),
     }

@@ -19,7 +19,14 @@ from typing import Any
 
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.rendezvous import endpoints, registered
-from paddle_shard.reading.channel import MEMORY, SHARED, Channel, Slots, ample, framed
+from paddle_shard.reading.channel import (
+    MEMORY,
+    SHARED,
+    Channel,
+    Slots,
+    ample,
+    framed,
+)
 from paddle_shard.reading.worker_guards import signals_held
 
 _NUM_SLOTS = 64
@@ -42,7 +49,9 @@ def address_of(leader: int, iteration: str) -> str:
 class Broadcast:
     """The leader's end in one iteration."""
 
-    def __init__(self, address: str, num_followers: int, agreement: Agreement) -> None:
+    def __init__(
+        self, address: str, num_followers: int, agreement: Agreement
+    ) -> None:
         """Let the followers connect, at any time until the iteration is decided; each of them gets all messages.
 
         When this rank has announced its last step, or left, the connections end after what was sent before.
@@ -93,7 +102,9 @@ class Broadcast:
     def _place(self, size: int) -> tuple[int, int, memoryview]:
         """Return the place of a payload in a free slot; see `framed`. New memory is made if there is none."""
         taken = self._agreement.released
-        free = [number for number, used in enumerate(self._used) if used <= taken]
+        free = [
+            number for number, used in enumerate(self._used) if used <= taken
+        ]
         kind = SHARED
         if not free or size > self._room:
             kind = MEMORY
@@ -110,7 +121,9 @@ class Broadcast:
         listener.setblocking(False)
         arrivals = select.poll()
         arrivals.register(listener, select.POLLIN)
-        while len(connections) < num_followers and not self._agreement.is_decided:
+        while (
+            len(connections) < num_followers and not self._agreement.is_decided
+        ):
             if not arrivals.poll(1000 * _PAUSE):
                 continue
             # It has left, or it is another user, or too many files are open.
@@ -121,7 +134,8 @@ class Broadcast:
                 connections.append(connection)
         listener.close()
         while True:
-            is_over = self._agreement.is_over  # before a look: nothing is put later
+            # before a look: nothing is put later
+            is_over = self._agreement.is_over
             try:
                 frame, memories = self._frames.get(timeout=_PAUSE)
             except Empty:

@@ -34,7 +34,9 @@ class HostTable(ProgressTable):
                 self._slots = Slots(1, self._size)
                 token = secrets.token_bytes(_TOKEN_SIZE)
                 self._slots.memory[:_TOKEN_SIZE] = token
-                self.place = f"/proc/{os.getpid()}/fd/{self._slots.file} {token.hex()}"
+                self.place = (
+                    f"/proc/{os.getpid()}/fd/{self._slots.file} {token.hex()}"
+                )
 
     def find(self, place: str) -> None:
         """Map the memory at a place, unless it is that of another host or container."""

@@ -88,7 +88,8 @@ class _Link:
         except BlockingIOError:
             pass
         except OSError:
-            self.unsent.clear()  # what the other side sent before it left can still be read
+            # what the other side sent before it left can still be read
+            self.unsent.clear()
 
     def receive(self) -> tuple[list[bytes], bool]:
         """Return the lines that have come, and whether the connection has ended."""
@@ -182,7 +183,9 @@ class TcpNetwork:
 
     def send(self, messages: list[Message]) -> None:
         """Send messages to the hub, or from the hub to all other ranks; never waits."""
-        data = "".join(f"{json.dumps(message)}\n" for message in messages).encode()
+        data = "".join(
+            f"{json.dumps(message)}\n" for message in messages
+        ).encode()
         for link in self._links:
             if link.rank is not None:
                 link.send(data)
@@ -233,7 +236,8 @@ class TcpNetwork:
                 ended = ended_early(self._store, [self._hub])
                 if ended is not None:
                     raise PeerLostError.of(*ended)
-                time.sleep(_PAUSE)  # many ranks may wait for minutes for a slow one
+                # many ranks may wait for minutes for a slow one
+                time.sleep(_PAUSE)
             port, token, *loss = json.loads(self._store.get(self._key))
             if loss:  # the hub has given up
                 raise PeerLostError.of(port, token, *loss)
@@ -289,7 +293,9 @@ class TcpNetwork:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise PeerLostError.of("This rank has left the group.", [self._rank])
+            raise PeerLostError.of(
+                "This rank has left the group.", [self._rank]
+            )
 
     # Messages
 
@@ -342,8 +348,11 @@ def network_of(ranks: tuple[int, ...], key: str, timeout: float) -> TcpNetwork:
     if hosts:
         if ranks[0] != rendezvous.owner:
             host = hosts[ranks[0]]
-        if len({hosts[rank] for rank in ranks}) == 1:  # no other needs to reach it
+        # no other needs to reach it
+        if len({hosts[rank] for rank in ranks}) == 1:
             listen_host = host
     store = rendezvous.connect(dist.get_world_size(), timeout)
     key = f"paddle_shard/agree/{key}"
-    return TcpNetwork(dist.get_rank(), ranks, host, key, store, listen_host=listen_host)
+    return TcpNetwork(
+        dist.get_rank(), ranks, host, key, store, listen_host=listen_host
+    )

@@ -55,7 +55,9 @@ class ProgressTable:
             if word >> 48 != _tag(number):
                 return -1
             missing = (word >> 32) - num_received.get(rank, 0) & _MASK
-            least = 0 if 0 < missing <= _MASK // 2 else min(least, word & _STEPS)
+            least = (
+                0 if 0 < missing <= _MASK // 2 else min(least, word & _STEPS)
+            )
         return least
 
 

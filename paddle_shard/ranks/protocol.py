@@ -138,7 +138,9 @@ class Iteration:
         if progress.kind != OK or self.decision is not None:
             return  # a prefetch thread may be one step behind
         if note is not None:
-            self._member.outbox.append(["note", self.number, progress.step, note])
+            self._member.outbox.append(
+                ["note", self.number, progress.step, note]
+            )
             self._unconfirmed.append(progress.step)
         if digest is not None:
             self._unsent_digests.append((progress.step, digest))
@@ -214,7 +216,9 @@ class Iteration:
         if self.table is not None:
             # No step of which a note is on its way: this rank may be unable to send it, as above.
             progress = self.progress
-            step = min(progress.step, progress.exhausted, *self._unconfirmed[:1])
+            step = min(
+                progress.step, progress.exhausted, *self._unconfirmed[:1]
+            )
             num_notes = self._num_notes[self._member.rank]
             self.table.post(self.number, step, num_notes)
 
@@ -224,7 +228,12 @@ class Iteration:
         if self._sent != state:
             self._sent = state
             self._member.outbox.append(
-                ["progress", self.number, self._unsent_digests, *astuple(self.progress)]
+                [
+                    "progress",
+                    self.number,
+                    self._unsent_digests,
+                    *astuple(self.progress),
+                ]
             )
             self._unsent_digests = []
 
@@ -243,7 +252,9 @@ class Iteration:
     def _on_decision(self, step: int, kind: int, ranks: list[Message]) -> None:
         self.decision = Decision(step, kind)
         self.released = step
-        self.ranks = {rank: RankProgress(*progress) for rank, *progress in ranks}
+        self.ranks = {
+            rank: RankProgress(*progress) for rank, *progress in ranks
+        }
 
     # The training thread waits
 
@@ -268,7 +279,9 @@ class Iteration:
             what = f"did not respond for {terms.timeout:g} s"
             loss = loss_of([member.hub_rank], what, terms.timeout)
         if loss is not None:
-            raise known_to_all(member.cause_of(loss[1]) or PeerLostError.of(*loss))
+            raise known_to_all(
+                member.cause_of(loss[1]) or PeerLostError.of(*loss)
+            )
         deadline = limit if self.asked_at else min(NOTICE, limit)
         if waited < deadline:
             return deadline - waited
@@ -345,13 +358,16 @@ class Member:
         pending = [*received, *self.send(now)]
         while pending:
             # A rank is late only if none of these messages shows that it is not.
-            for message in sorted(pending, key=lambda message: message[0] == "late"):
+            for message in sorted(
+                pending, key=lambda message: message[0] == "late"
+            ):
                 hub.receive(message)
             messages = hub.send()
             for message in messages:
                 self.receive(message)
             sent += messages
-            pending = self.send(now)  # what the hub has sent makes its own rank report
+            # what the hub has sent makes its own rank report
+            pending = self.send(now)
         return sent
 
     def receive(self, message: Message) -> None:
@@ -420,7 +436,9 @@ class _Tally:
     def decide(self) -> Decision:
         """Return the decision that follows from the reports of all ranks."""
         decision = decide(self.ranks.values())
-        for step in sorted(step for step in self.compared if step < decision.step):
+        for step in sorted(
+            step for step in self.compared if step < decision.step
+        ):
             values = self.compared.pop(step)
             first, *others = values.values()
             if any(value != first for value in others):
@@ -433,7 +451,9 @@ class _Tally:
 class Hub:
     """Decides for all ranks what follows from their reports."""
 
-    def __init__(self, ranks: Sequence[int], table_place: str | None = "") -> None:
+    def __init__(
+        self, ranks: Sequence[int], table_place: str | None = ""
+    ) -> None:
         """Begin without connections.
 
         Args:
@@ -473,7 +493,11 @@ class Hub:
             self._outbox.append(["failed", rank, number, label["failed"]])
 
     def _on_progress(
-        self, rank: int, number: int, digests: list[tuple[int, int]], *values: Any
+        self,
+        rank: int,
+        number: int,
+        digests: list[tuple[int, int]],
+        *values: Any,
     ) -> None:
         if number not in self._tallies:  # it was decided
             return
@@ -551,7 +575,9 @@ class Hub:
         for other in self._ranks:
             progress = self._tallies[number].ranks.get(other)
             if progress is None:
-                late[other] = "did not begin this loop or call, or stopped responding"
+                late[other] = (
+                    "did not begin this loop or call, or stopped responding"
+                )
             elif progress.kind == OK and progress.step <= step:
                 newest = first_step + progress.step
                 later = self._later_iteration(number, other)
@@ -567,6 +593,8 @@ class Hub:
         for later, tally in self._tallies.items():
             label = tally.compared.get(-1, {}).get(rank)
             if later > number and label is not None:
-                name = label.get("call") or f"a loop over {label.get('data set')}"
+                name = (
+                    label.get("call") or f"a loop over {label.get('data set')}"
+                )
                 return f", then began {name}"
         return ""

@@ -74,7 +74,9 @@ def num_ranks() -> int:
     Ranks that are simulated in one process are not a job: there is no other process to meet.
     """
     launched = int(os.environ.get("PADDLE_TRAINERS_NUM") or 1) > 1
-    return int(dist.get_world_size()) if launched or dist.is_initialized() else 1
+    return (
+        int(dist.get_world_size()) if launched or dist.is_initialized() else 1
+    )
 
 
 def endpoints() -> list[str]:
@@ -114,7 +116,8 @@ class Rendezvous(NamedTuple):
         """
         start = time.monotonic()
         while True:
-            try:  # first by a plain connection: Paddle's client would try for longer than its timeout (3.3.1)
+            # first by a plain connection: Paddle's client would try for longer than its timeout (3.3.1)
+            try:
                 connect_to(self.host, self.port).close()
                 return core.TCPStore(
                     self.host, self.port, False, num_ranks, max(1, int(timeout))
@@ -127,7 +130,9 @@ class Rendezvous(NamedTuple):
                 )
                 waited = time.monotonic() - start
                 if not self.is_early or waited > timeout:
-                    raise PeerLostError.of(text, [self.owner], timeout) from error
+                    raise PeerLostError.of(
+                        text, [self.owner], timeout
+                    ) from error
                 if waited > _NOTICE:
                     warn_once(f"{text} This rank tries until timeout= is over.")
                 time.sleep(_PAUSE)
@@ -203,5 +208,7 @@ def ended_early(store: Any, ranks: Iterable[int]) -> Loss | None:
         return None
     ended = [rank for rank in ranks if store.add(f"{_ENDED}/{rank}", 0)]
     return (
-        loss_of(ended, "has ended before it could meet the others") if ended else None
+        loss_of(ended, "has ended before it could meet the others")
+        if ended
+        else None
     )

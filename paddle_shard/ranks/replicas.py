@@ -50,7 +50,9 @@ class Replicas(NamedTuple):
             return ""
         if self.follows:
             return f"read by global rank {self.ranks[0]}"
-        return f"reads for global ranks {', '.join(map(str, self.ranks[1:]))} too"
+        return (
+            f"reads for global ranks {', '.join(map(str, self.ranks[1:]))} too"
+        )
 
     def shared(
         self, reader: Executor | None, agreement: Agreement, place: Place
@@ -154,4 +156,6 @@ class Subscribing(Executor):
                     [self._leader],
                     timeout,
                 )
-        raise LeaderStoppedError.of(*loss_of([self._leader], "has ended or was killed"))
+        raise LeaderStoppedError.of(
+            *loss_of([self._leader], "has ended or was killed")
+        )

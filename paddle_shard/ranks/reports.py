@@ -74,7 +74,9 @@ def late_text(text: str, late: Mapping[int, str]) -> str:
         late: Global rank -> how far it is.
     """
     groups = _ranks_by_value(late)
-    who = "; ".join(f"{_named(ranks)} {progress}" for progress, ranks in groups.items())
+    who = "; ".join(
+        f"{_named(ranks)} {progress}" for progress, ranks in groups.items()
+    )
     return (
         f"{text}: {who}. All ranks of a loader's meshes must make the same calls, and iterate in the same way. If an "
         "iterator is open on one rank only, close() it. For a loop on one rank alone, make a loader on a mesh of this "
@@ -82,7 +84,9 @@ def late_text(text: str, late: Mapping[int, str]) -> str:
     )
 
 
-def loss_of(ranks: Sequence[int], what: str, timeout: float | None = None) -> Loss:
+def loss_of(
+    ranks: Sequence[int], what: str, timeout: float | None = None
+) -> Loss:
     """Return the loss of ranks that have ended or do not respond."""
     return (
         f"{_named(ranks).capitalize()} {what}; its own log may say why.",
@@ -102,19 +106,25 @@ def differences(labels: Mapping[int, Mapping[str, str]]) -> str:
         seed: 0 on global rank 0, 1 on global rank 1
     """
     texts = []
-    for name in dict.fromkeys(name for label in labels.values() for name in label):
+    for name in dict.fromkeys(
+        name for label in labels.values() for name in label
+    ):
         lines = {
             rank: label.get(name, "nothing").split("\n")
             for rank, label in labels.items()
         }
         common = set.intersection(*map(set, lines.values()))
         first_differences = {
-            rank: next((line for line in of_rank if line not in common), "no more")
+            rank: next(
+                (line for line in of_rank if line not in common), "no more"
+            )
             for rank, of_rank in lines.items()
         }
         groups = _ranks_by_value(first_differences)
         if len(groups) > 1:
-            values = [f"{line} on {_named(ranks)}" for line, ranks in groups.items()]
+            values = [
+                f"{line} on {_named(ranks)}" for line, ranks in groups.items()
+            ]
             texts.append(f"{name}: {', '.join(values)}")
     return "; ".join(texts) or "A list is in another order"
 
@@ -128,7 +138,11 @@ def _ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
+    more = (
+        f" and {len(ranks) - _MAX_RANKS} more"
+        if len(ranks) > _MAX_RANKS
+        else ""
+    )
     return f"global rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"
 
 
@@ -173,7 +187,9 @@ def _failed(step: int, ranks: Ranks, _terms: AgreementConfig) -> Exception:
     return error_of_report(rank, progress.report)
 
 
-def _unequal_ends(step: int, ranks: Ranks, terms: AgreementConfig) -> Exception | None:
+def _unequal_ends(
+    step: int, ranks: Ranks, terms: AgreementConfig
+) -> Exception | None:
     ended = tuple(_at(step, END, ranks))
     # A rank that has left its loop, and had announced all steps before the end, keeps the others from nothing.
     went_on = tuple(

@@ -125,7 +125,9 @@ class Batch:
             self.num_skipped = int(is_skipped.sum())
         if layout is None or len(ids) != num_rows:
             return
-        rows = self.placed.rows.positions(layout) if layout.on_mesh else _NO_ROWS
+        rows = (
+            self.placed.rows.positions(layout) if layout.on_mesh else _NO_ROWS
+        )
         if is_whole and len(rows) == num_rows:
             return
         num_skipped = 0
@@ -166,7 +168,9 @@ def joined(
     Raises:
         ValueError: The chunks differ in structure or in the shape of a row; the text says where.
     """
-    chunk = chunks[0] if len(chunks) == 1 else _joined_chunk(chunks, places, even)
+    chunk = (
+        chunks[0] if len(chunks) == 1 else _joined_chunk(chunks, places, even)
+    )
     if chunk.state is not None:
         step = step._replace(sampler=SamplerStep(state=chunk.state))
     is_padding = None if step.valid is None else ~step.valid
@@ -178,7 +182,9 @@ def joined(
         is_padding=is_padding,
         has_new=chunk.has_new,
         digest=chunk.digest or step.digest,
-        profile=next((chunk.profile for chunk in chunks if chunk.profile), None),
+        profile=next(
+            (chunk.profile for chunk in chunks if chunk.profile), None
+        ),
     )
     if chunk.skipped:
         num_rows = len(step.ids) if is_padding is None else len(is_padding)
@@ -235,11 +241,15 @@ def take_rows(
     """
     first = batches[0]
     if isinstance(first, Mapping):
-        _check_alike([sorted(map(str, batch)) for batch in batches], "keys", path)
+        _check_alike(
+            [sorted(map(str, batch)) for batch in batches], "keys", path
+        )
         fields = {}
         for key in first:
             columns = [batch[key] for batch in batches]
-            fields[key] = take_rows(columns, sizes, rows, even, f"{path}[{key!r}]")
+            fields[key] = take_rows(
+                columns, sizes, rows, even, f"{path}[{key!r}]"
+            )
         return rebuild(first, fields)
     if hasattr(first, "shape"):
         return _take_rows_of_arrays(batches, sizes, rows, even, path)
@@ -269,7 +279,9 @@ def _take_rows_of_arrays(
     even: Even | None,
     path: str,
 ) -> Any:
-    if [tuple(array.shape[:1]) for array in arrays] != [(size,) for size in sizes]:
+    if [tuple(array.shape[:1]) for array in arrays] != [
+        (size,) for size in sizes
+    ]:
         if len(arrays) == 1:
             return arrays[0]
         raise ValueError(

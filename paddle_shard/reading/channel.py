@@ -117,7 +117,9 @@ class Channel:
             if kind == MEMORY:
                 self._theirs = _memory_of(files)
             # Another thread may close this end.
-            theirs = self._small[HEAD.size :] if kind == INLINE else self._theirs
+            theirs = (
+                self._small[HEAD.size :] if kind == INLINE else self._theirs
+            )
             if theirs is None:
                 text = "memory was sent that cannot be mapped; see ulimit -n and -v"
                 raise OSError(errno.EMFILE, text)
@@ -125,7 +127,9 @@ class Channel:
                 return read(theirs[start : start + size], num_pieces)
             except (OSError, EOFError) as error:
                 # Not as it is: it would say that nothing has come, or that the other side has closed.
-                raise ValueError(f"unpickling failed: {described(error)}") from error
+                raise ValueError(
+                    f"unpickling failed: {described(error)}"
+                ) from error
 
     def send(self, message: Any) -> None:
         """Send a message.

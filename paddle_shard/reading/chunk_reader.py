@@ -58,7 +58,9 @@ class ChunkRequest(NamedTuple):
         """Number of samples of each part before this step."""
         return (
             self.opening.skip
-            + (self.step - self.first_step) // self.stride * self.plan.samples_per_part
+            + (self.step - self.first_step)
+            // self.stride
+            * self.plan.samples_per_part
         )
 
     @property
@@ -71,7 +73,9 @@ _NOTHING = object()
 
 
 @lru_cache(maxsize=64)
-def _row_places(num_parts: int, size: int, stripe: int) -> tuple[tuple[int, int], ...]:
+def _row_places(
+    num_parts: int, size: int, stripe: int
+) -> tuple[tuple[int, int], ...]:
     """Return (number of the part, sample of the step in it) of each row that a reader reads.
 
     Args:
@@ -119,7 +123,9 @@ class ChunkReader(Reader):
         self._digests = TurnDigests()
         self._state: Any = None
 
-    def read(self, request: Any, worker: int | None, *, is_first: bool = False) -> Any:
+    def read(
+        self, request: Any, worker: int | None, *, is_first: bool = False
+    ) -> Any:
         """See `Reader`. A number stands for a request like the one before, for that step."""
         if isinstance(request, int):
             request = self._request._replace(step=request)
@@ -145,7 +151,11 @@ class ChunkReader(Reader):
         self._state = opening.state
         at_request = replace(opening, skip=request.position)
         # Whole batches that several readers take in turns are padded with the first one of the stream.
-        first = at_request.uncut(request.position) if request.stride > 1 else at_request
+        first = (
+            at_request.uncut(request.position)
+            if request.stride > 1
+            else at_request
+        )
         self._padding = Padding(self._stage, first, whole=is_whole)
         turn = 1 if is_whole else opening.num_parts * opening.stripe
         self._digests = TurnDigests(turn, apart=is_whole)
@@ -252,7 +262,9 @@ class ChunkReader(Reader):
 
         def name_of(row: int) -> str:
             part, number = places[row]
-            return self._name_of(parts[part], request.position + number, request)
+            return self._name_of(
+                parts[part], request.position + number, request
+            )
 
         return self._collated(samples, failed, name_of)
 
@@ -272,9 +284,12 @@ class ChunkReader(Reader):
             raise
         has_new = any(columns)
         if request.repeat:
-            has_new = any(number == 0 for column in columns for number, _ in column[:1])
+            has_new = any(
+                number == 0 for column in columns for number, _ in column[:1]
+            )
             columns = [[sample for _, sample in column] for column in columns]
-        if columns[0] and isinstance(columns[0][-1], Stated):  # a library's only part
+        # a library's only part
+        if columns[0] and isinstance(columns[0][-1], Stated):
             self._state = columns[0][-1].state
             columns = [[stated.sample for stated in columns[0]]]
         self._padding.note(parts, columns, size)
@@ -298,7 +313,9 @@ class ChunkReader(Reader):
         origin = None
         if not request.whole_items:
             origin = self._stage.origin(request.opening, part, number)
-        return f"sample {number} of part {part}" + (f" ({origin})" if origin else "")
+        return f"sample {number} of part {part}" + (
+            f" ({origin})" if origin else ""
+        )
 
     def _at(self, part: int, number: int) -> None:
         self._index = part, number
@@ -310,7 +327,9 @@ class ChunkReader(Reader):
         if index is not None:
             # It failed before the cut, perhaps at another reader's sample.
             self._at(*index)
-        elif self._index is not None and not isinstance(error, PaddleShardError):
+        elif self._index is not None and not isinstance(
+            error, PaddleShardError
+        ):
             part, number = self._index
             self._action = f"reading {self._name_of(part, number, request)}"
 
@@ -323,7 +342,9 @@ class Padding:
     other readers' parts, the stream is opened again.
     """
 
-    def __init__(self, stage: Stage, opening: Opening, *, whole: bool = False) -> None:
+    def __init__(
+        self, stage: Stage, opening: Opening, *, whole: bool = False
+    ) -> None:
         """Set up; nothing is opened yet.
 
         Args:
@@ -366,7 +387,9 @@ class Padding:
                 self._first[candidate] = _first_readable(islice(samples, most))
             if self._first[candidate] is not _NOTHING:
                 return self._first[candidate]
-        raise LookupError("every part is empty, or none of its samples can be read")
+        raise LookupError(
+            "every part is empty, or none of its samples can be read"
+        )
 
 
 def _first_readable(samples: Iterable[Any]) -> Any:
@@ -419,5 +442,7 @@ class OwnBatches:
             is_filled = request.pad or request.repeat
             rows_taken = np.minimum(places, rows - 1)
             batch.value = (
-                take_rows([batch.value], [rows], rows_taken) if is_filled else None
+                take_rows([batch.value], [rows], rows_taken)
+                if is_filled
+                else None
             )

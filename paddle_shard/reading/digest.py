@@ -33,10 +33,16 @@ def digest(value: Any, before: int = 0, most: int = _ITEMS) -> int:
     """
     if isinstance(value, Mapping):
         for key in sorted(value, key=repr):
-            before = digest(value[key], zlib.crc32(repr(key).encode(), before), most)
+            before = digest(
+                value[key], zlib.crc32(repr(key).encode(), before), most
+            )
         return before
     if isinstance(value, np.ndarray) or _is_dense_tensor(value):
-        array = value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
+        array = (
+            value
+            if isinstance(value, np.ndarray)
+            else np.asarray(value.numpy())
+        )
         before = zlib.crc32(f"{array.shape}{array.dtype}".encode(), before)
         some = array.reshape(-1)[:: max(1, array.size // most)]
         if array.dtype.hasobject:

@@ -84,7 +84,9 @@ def read_error(error: Exception, step: Step, action: str) -> Exception:
 class _ReadingExecutor(Executor):
     """Joins what one or several readers have read for a step."""
 
-    def __init__(self, places: Sequence[Rows] = (), even: Even | None = None) -> None:
+    def __init__(
+        self, places: Sequence[Rows] = (), even: Even | None = None
+    ) -> None:
         """Set up.
 
         Args:
@@ -287,17 +289,24 @@ class WorkerExecutor(_ReadingExecutor):
     def _answer(self, pool: WorkerPool) -> Chunk | ReadFailure:
         """Return the answer to the next request."""
         self._send(pool)
-        answer: Chunk | ReadFailure = pool.receive(self._num_taken % pool.num_workers)
+        answer: Chunk | ReadFailure = pool.receive(
+            self._num_taken % pool.num_workers
+        )
         self._num_taken += 1
         self._send(pool)
         return answer
 
     def _send(self, pool: WorkerPool) -> None:
         """Send as many requests as the workers may have, in their order."""
-        if self._num_sent - self._num_taken > self._most_sent - self._num_at_once:
+        if (
+            self._num_sent - self._num_taken
+            > self._most_sent - self._num_at_once
+        ):
             return
         # One in `num_workers` of the requests that were sent and not taken is with the worker of the next one.
-        while self._unsent and self._num_sent - self._num_taken < self._most_sent:
+        while (
+            self._unsent and self._num_sent - self._num_taken < self._most_sent
+        ):
             request = self._unsent[0]
             is_first = self._num_sent < pool.num_workers
             try:
@@ -317,7 +326,11 @@ class WorkerExecutor(_ReadingExecutor):
 
     def stop(self) -> None:
         """Let workers that are not persistent end by themselves, so that closing need not wait for them."""
-        if self._pool is not None and not self._pool.persistent and not self._steps:
+        if (
+            self._pool is not None
+            and not self._pool.persistent
+            and not self._steps
+        ):
             self._pool.let_go()
 
     def close(self, *, ended: bool = False) -> None:
@@ -328,11 +341,14 @@ class WorkerExecutor(_ReadingExecutor):
         stays = ended and pool.persistent
         with contextlib.suppress(WorkersLostError):
             # Requests cannot be taken back.
-            while stays and self._num_taken < self._num_sent + len(self._unsent):
+            while stays and self._num_taken < self._num_sent + len(
+                self._unsent
+            ):
                 self._answer(pool)
         if stays and self._num_taken == self._num_sent and not pool.interrupted:
             self._idle.append(pool)
         else:
             pool.interrupted = True
             pool.shut_down()
-        self._pool = None  # only now, as a signal handler may raise before this line
+        # only now, as a signal handler may raise before this line
+        self._pool = None

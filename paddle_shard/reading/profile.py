@@ -147,7 +147,9 @@ class Profiler:
             time.sleep(period)
             if self._run is run:
                 sees_wait = self.is_waiting and self._sample()
-                period = _PERIOD if sees_wait else min(2 * period, _LONGEST_PERIOD)
+                period = (
+                    _PERIOD if sees_wait else min(2 * period, _LONGEST_PERIOD)
+                )
 
     def _stacks(self) -> dict[str, list[CodeType]]:
         """Return the functions that run in each thread that is watched, by its role."""
@@ -156,9 +158,11 @@ class Profiler:
         for thread_id, role in list(self._roles.items()):
             if thread_id in frames:
                 stacks[role] = _stack(frames[thread_id])
-            else:  # the thread has ended, and its number may be given to another one
+            else:
+                # the thread has ended, and its number may be given to another one
                 self._roles.pop(thread_id, None)
-        frames.clear()  # this thread's frame refers to it: all frames and their variables would wait for the collector
+        # this thread's frame refers to it: all frames and their variables would wait for the collector
+        frames.clear()
         return stacks
 
     def _sample(self) -> bool:
@@ -231,7 +235,9 @@ def describe_waits(
 def _stack(frame: FrameType | None) -> list[CodeType]:
     """Return the functions that run, outermost first."""
     callers = accumulate(repeat("f_back"), getattr, initial=frame)
-    return _list_without_gc(map(attrgetter("f_code"), takewhile(bool, callers)))[::-1]
+    return _list_without_gc(
+        map(attrgetter("f_code"), takewhile(bool, callers))
+    )[::-1]
 
 
 def _list_without_gc(values: Iterator[_Value]) -> list[_Value]:
@@ -248,9 +254,10 @@ def _list_without_gc(values: Iterator[_Value]) -> list[_Value]:
 def _in_wait(stack: list[CodeType]) -> list[CodeType]:
     """Return the part of a training thread's stack below its loop; empty if the loop itself runs."""
     for depth, code in enumerate(stack):
-        if code.co_name in ("__next__", "__iter__") and code.co_filename.startswith(
-            _PACKAGE
-        ):
+        if code.co_name in (
+            "__next__",
+            "__iter__",
+        ) and code.co_filename.startswith(_PACKAGE):
             return stack[depth:]
     return []
 
@@ -279,7 +286,10 @@ def _category(stack: list[CodeType]) -> str:
 
 def _is_blocked(stack: list[CodeType], category: str) -> bool:
     """Return whether a thread waits for another thread or process of this rank."""
-    return stack[-1].co_name in ("wait", "__next__") and category in (TRANSPORT, LOADER)
+    return stack[-1].co_name in ("wait", "__next__") and category in (
+        TRANSPORT,
+        LOADER,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -288,11 +298,16 @@ def _origin(filename: str) -> str:
     if filename.startswith(_PACKAGE):
         parts = os.path.splitext(filename)[0][len(_PACKAGE) :].split(os.sep)
         return next(
-            (_CATEGORY_OF[part] for part in reversed(parts) if part in _CATEGORY_OF),
+            (
+                _CATEGORY_OF[part]
+                for part in reversed(parts)
+                if part in _CATEGORY_OF
+            ),
             LOADER,
         )
     is_library = (
-        filename.startswith((_STANDARD_LIBRARY, "<frozen ")) or "-packages" in filename
+        filename.startswith((_STANDARD_LIBRARY, "<frozen "))
+        or "-packages" in filename
     )
     return _RUNTIME if is_library else _USER
 

@@ -84,7 +84,10 @@ class Reader:
     """Number of threads that read samples; 0: the caller reads them."""
 
     def __init__(
-        self, dataset: Any, collate_fn: Callable[[Any], Any] | None, how: HowToRead
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any] | None,
+        how: HowToRead,
     ) -> None:
         """Set up the reader.
 
@@ -107,7 +110,9 @@ class Reader:
         self._placeholder: Any = None
         """The sample that was read last, for rows of which no sample can be read (`on_error="skip"`)."""
 
-    def read(self, request: Any, worker: int | None, *, is_first: bool = False) -> Any:
+    def read(
+        self, request: Any, worker: int | None, *, is_first: bool = False
+    ) -> Any:
         """Return what was requested, or its failure.
 
         Args:
@@ -118,7 +123,9 @@ class Reader:
         """
         if isinstance(request, DigestRequest):
             return self.digests(request.samples)
-        looks = self.rng.looks and (is_first or len(self.rng.unread_sources) > 0)
+        looks = self.rng.looks and (
+            is_first or len(self.rng.unread_sources) > 0
+        )
         if not (self.rng.seeds or looks):
             return self._read(request, worker)
         with self.rng.reading(look=looks, keep=worker is None):
@@ -132,7 +139,9 @@ class Reader:
         try:
             answer = self._rows(request)
             if self.uses_paddle is None:
-                self.uses_paddle = self.makes_tensors or _has_tensors(answer.value)
+                self.uses_paddle = self.makes_tensors or _has_tensors(
+                    answer.value
+                )
             return answer
         except KeyboardInterrupt:
             raise
@@ -180,10 +189,14 @@ class Reader:
         value = collate_skipping(
             samples, failed, self._collate, _zeros_like(self._placeholder)
         )
-        readable = (sample for row, sample in enumerate(samples) if row not in failed)
+        readable = (
+            sample for row, sample in enumerate(samples) if row not in failed
+        )
         self._placeholder = next(readable, self._placeholder)
         rows = sorted(failed.items())
-        return value, [(row, f"{name_of(row)}: {reason}") for row, reason in rows]
+        return value, [
+            (row, f"{name_of(row)}: {reason}") for row, reason in rows
+        ]
 
     def _whole_batch(self, item: Any) -> Any:
         """Return the batch of an item that is a whole batch."""
@@ -194,7 +207,10 @@ class IdReader(Reader):
     """Reads the samples of a step from a data set with an index."""
 
     def __init__(
-        self, dataset: Any, collate_fn: Callable[[Any], Any] | None, how: HowToRead
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any] | None,
+        how: HowToRead,
     ) -> None:
         """See `Reader`."""
         in_memory = type(dataset) is ArrayDataset and dataset.gathers
@@ -208,16 +224,22 @@ class IdReader(Reader):
         elif isinstance(dataset, ArrayDataset) and collate_fn is not None:
             # A user's function gets a list of samples, as Paddle gives it.
             self._read_many = dataset.samples
-        self._name_of: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
+        self._name_of: Callable[[Any], Any] = getattr(
+            dataset, "sample_name", _itself
+        )
         if self._read_many is None:
             self.num_threads = how.num_threads
         self._threads = SampleThreads(self.num_threads)
         self._begun: dict[tuple[int, int], list[Future[Any]]] = {}
         """(epoch, step) -> the samples that threads read for it."""
         stacks = self._read_many is None or in_memory
-        self.owns_arrays = collate_fn is None and stacks and not how.items_are_batches
+        self.owns_arrays = (
+            collate_fn is None and stacks and not how.items_are_batches
+        )
 
-    def read(self, request: Any, worker: int | None, *, is_first: bool = False) -> Any:
+    def read(
+        self, request: Any, worker: int | None, *, is_first: bool = False
+    ) -> Any:
         """See `Reader`. If the first batch waits, say how samples can be read at the same time."""
         reads_alone = self._read_many is None and not self.num_threads
         if not is_first or worker or not reads_alone:
@@ -230,7 +252,9 @@ class IdReader(Reader):
         # On a busy host, a read that computes takes long, too, but it does not give the processor away.
         waits = after.ru_nvcsw - before.ru_nvcsw >= len(request.ids)
         if seconds > _LONG and waits and not self.rng.seeds:
-            warn_once(_WAITS, type(self.dataset).__name__, f"{1e3 * seconds:.0f}")
+            warn_once(
+                _WAITS, type(self.dataset).__name__, f"{1e3 * seconds:.0f}"
+            )
         return answer
 
     def begin(self, request: Step) -> None:
@@ -255,7 +279,9 @@ class IdReader(Reader):
         digests = []
         for _ in range(2):
             with self.rng.reading(look=False, keep=True):
-                self.rng.seed(_seed_of(_key_of("sample", self._how.seed, 0), sample))
+                self.rng.seed(
+                    _seed_of(_key_of("sample", self._how.seed, 0), sample)
+                )
                 try:
                     digests.append(digest(self.dataset[sample], 0, WHOLE))
                 except Exception:  # it is raised when it is its turn
@@ -269,13 +295,17 @@ class IdReader(Reader):
         ids = request.ids
         if isinstance(ids, np.ndarray):
             ids = ids.tolist()
-        key = _key_of("sample", self._how.seed, request.epoch, *self._how.of_rank)
+        key = _key_of(
+            "sample", self._how.seed, request.epoch, *self._how.of_rank
+        )
         if self._read_many is None:
             return self._one_by_one(request, ids, key)
         try:
             return self._at_once(request, ids, key)
         except Exception:
-            if not self._how.skip_errors or not hasattr(self.dataset, "__getitem__"):
+            if not self._how.skip_errors or not hasattr(
+                self.dataset, "__getitem__"
+            ):
                 raise
             return self._one_by_one(request, ids, key)
 
@@ -329,8 +359,12 @@ class IdReader(Reader):
                 self._action = f"reading sample {self._index!r}"
                 raise
         if self.makes_tensors is None:
-            tensors = [x for x in leaves(samples[0]) if isinstance(x, paddle.Tensor)]
-            self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
+            tensors = [
+                x for x in leaves(samples[0]) if isinstance(x, paddle.Tensor)
+            ]
+            self.makes_tensors = any(
+                tensor.place.is_cpu_place() for tensor in tensors
+            )
         self._begin_collating(step, len(samples))
         if self._how.items_are_batches:
             return Chunk(self._whole_batch(samples[0]))
@@ -351,7 +385,9 @@ rank."""
 
 def _seed_of(key: int, index: Any) -> int:
     """Return the seed of a sample."""
-    return mix(key, index) if isinstance(index, int) else derive_seed(key, index)
+    return (
+        mix(key, index) if isinstance(index, int) else derive_seed(key, index)
+    )
 
 
 def _zeros_like(sample: Any) -> Any:
@@ -360,7 +396,9 @@ def _zeros_like(sample: Any) -> Any:
     def zeros(leaf: Any, _: str) -> Any:
         if isinstance(leaf, np.ndarray | np.generic):
             return np.zeros_like(leaf)
-        return paddle.zeros_like(leaf) if isinstance(leaf, paddle.Tensor) else leaf
+        return (
+            paddle.zeros_like(leaf) if isinstance(leaf, paddle.Tensor) else leaf
+        )
 
     return map_leaves(sample, zeros)
 
@@ -386,7 +424,8 @@ def _stack_tensors(samples: Sequence[Any], path: str) -> Any:
     """
     if not all(is_tensor(sample) for sample in samples):
         raise cannot_stack(samples, path)
-    check_dtypes(samples, path)  # before they are arrays: those of bfloat16 are uint16
+    # before they are arrays: those of bfloat16 are uint16
+    check_dtypes(samples, path)
     if all(
         isinstance(sample, paddle.Tensor) and not sample.place.is_cpu_place()
         for sample in samples
@@ -422,7 +461,9 @@ def collate_skipping(
             raise ValueError(
                 f"{reason}; and no sample was read yet that could replace it"
             ) from None
-        return [other if row in failed else one for row, one in enumerate(samples)]
+        return [
+            other if row in failed else one for row, one in enumerate(samples)
+        ]
 
     rows = filled()
     try:

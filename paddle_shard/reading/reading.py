@@ -74,7 +74,9 @@ class Reading:
         # Paddle's own shard_dataloader does this, too, but to the user's object.
         self.dataloader.pin_memory = False
         # A stream may have no length, and so no truth value.
-        self.num_workers = (dataloader if stream is None else stream).num_workers
+        self.num_workers = (
+            dataloader if stream is None else stream
+        ).num_workers
 
     def start(self) -> Executor:
         """Start to read a new epoch iterator, in this process or in workers; any number may be open at once."""
@@ -85,7 +87,10 @@ class Reading:
             reader = self._id_reader()
         else:
             reader = ChunkReader(
-                stream.stage, dataloader.dataset, dataloader.collate_fn, self._how
+                stream.stage,
+                dataloader.dataset,
+                dataloader.collate_fn,
+                self._how,
             )
             reads_all = isinstance(stream.stage.source, IterableSource)
         if not self.num_workers:

@@ -51,7 +51,11 @@ def pickled(message: Any, kind: Any = pickle.Pickler) -> list[memoryview]:
     arrays: list[pickle.PickleBuffer] = []
     pickler = kind(text, 5, buffer_callback=arrays.append)
     # Users may add to copyreg's table.
-    others = copyreg.dispatch_table if kind is pickle.Pickler else kind.dispatch_table
+    others = (
+        copyreg.dispatch_table
+        if kind is pickle.Pickler
+        else kind.dispatch_table
+    )
     pickler.dispatch_table = {**others, **_REDUCERS}
     pickler.dump(message)
     # Not `getbuffer()`: from Python 3.13 on, a buffer that is dropped before its view is reported on stderr.
@@ -72,7 +76,9 @@ def write(
     memory: memoryview, pieces: Sequence[memoryview], starts: Sequence[int]
 ) -> None:
     """Write the pieces of a message, with the starts that `layout` has returned."""
-    struct.pack_into(f"<{len(pieces)}Q", memory, 0, *[piece.nbytes for piece in pieces])
+    struct.pack_into(
+        f"<{len(pieces)}Q", memory, 0, *[piece.nbytes for piece in pieces]
+    )
     for piece, start in zip(pieces, starts, strict=True):
         memory[start : start + piece.nbytes] = piece
 
@@ -85,5 +91,7 @@ def read(memory: memoryview, num_pieces: int) -> Any:
     """
     lengths = struct.unpack_from(f"<{num_pieces}Q", memory)
     (start, length), *arrays = zip(layout(lengths)[0], lengths, strict=True)
-    copies = [np.frombuffer(memory, np.uint8, size, at).copy() for at, size in arrays]
+    copies = [
+        np.frombuffer(memory, np.uint8, size, at).copy() for at, size in arrays
+    ]
     return pickle.loads(memory[start : start + length], buffers=copies)

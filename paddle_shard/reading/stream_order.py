@@ -98,7 +98,9 @@ class StreamOrder(Batches):
                 parts=tuple(request._replace(step=number) for request in sent),
             )
 
-    def _first_requests(self, start: LoaderState, compared: bool) -> list[ChunkRequest]:
+    def _first_requests(
+        self, start: LoaderState, compared: bool
+    ) -> list[ChunkRequest]:
         """Return the first request to each reader of an iteration; the later ones differ only in their step."""
         opening = replace(
             self.opening(start), skip=start.samples // self.plan.num_parts
@@ -112,16 +114,26 @@ class StreamOrder(Batches):
         )
         if self.whole_items:
             return self._requests_in_turns(start, opening, request)
-        request = partial(request, first_step=start.steps, repeat=self.plan.repeats)
-        return [request(opening=replace(opening, parts=parts)) for parts in self.chunks]
+        request = partial(
+            request, first_step=start.steps, repeat=self.plan.repeats
+        )
+        return [
+            request(opening=replace(opening, parts=parts))
+            for parts in self.chunks
+        ]
 
     def _requests_in_turns(
-        self, start: LoaderState, opening: Opening, request: Callable[..., ChunkRequest]
+        self,
+        start: LoaderState,
+        opening: Opening,
+        request: Callable[..., ChunkRequest],
     ) -> list[ChunkRequest]:
         """Return the first request to each reader if items are whole batches, which the readers read in turns."""
         num_readers = max(1, self.num_workers)
         local = self._local_state(start)
-        library_state = None if local is None or self.plan.repeats else local["library"]
+        library_state = (
+            None if local is None or self.plan.repeats else local["library"]
+        )
         request = partial(
             request,
             stride=num_readers,
@@ -144,7 +156,9 @@ class StreamOrder(Batches):
             requests.append(request(opening=turn, first_step=step))
         return requests
 
-    def _turn(self, reader: int, num_readers: int) -> tuple[tuple[int, ...], int]:
+    def _turn(
+        self, reader: int, num_readers: int
+    ) -> tuple[tuple[int, ...], int]:
         """Return (parts of a reader, number of all parts); another library reads the part of the data rank."""
         if isinstance(self.stage, ExternalSource):
             return self.parts, self.split_over or 1
@@ -169,7 +183,11 @@ class StreamOrder(Batches):
 
     def resume(self, state: LoaderState) -> None:
         """See `Batches`."""
-        if isinstance(self.stage, ExternalSource) and state.steps and not state.ended:
+        if (
+            isinstance(self.stage, ExternalSource)
+            and state.steps
+            and not state.ended
+        ):
             self.stage.check_resume(repeats=self.plan.repeats)
 
     def opening(self, start: LoaderState) -> Opening:
@@ -194,7 +212,11 @@ class StreamOrder(Batches):
     def is_recut(self) -> bool:
         """True if a resume may cut the rest of the stream into other parts: the batches are its next samples."""
         is_shared = self.split_over is None and not self.whole_items
-        return isinstance(self.stage, Stripe) and is_shared and not self.plan.repeats
+        return (
+            isinstance(self.stage, Stripe)
+            and is_shared
+            and not self.plan.repeats
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that the order depends on."""
@@ -217,7 +239,8 @@ class StreamOrder(Batches):
     def known_steps(self, start: LoaderState) -> int | None:
         """See `Batches`; it is the same on every rank."""
         plan = self.plan
-        if start.ended:  # also for another tail, or a batch size for which more is left
+        # also for another tail, or a batch size for which more is left
+        if start.ended:
             return start.steps
         if plan.num_batches is not None:
             return max(start.steps, plan.num_batches)
@@ -229,7 +252,10 @@ class StreamOrder(Batches):
         whole = plan.num_steps(lengths)  # also checks what the tail demands
         if not start.samples:
             return whole
-        left = [max(0, length - start.samples // plan.num_parts) for length in lengths]
+        left = [
+            max(0, length - start.samples // plan.num_parts)
+            for length in lengths
+        ]
         return start.steps + plan.ending.num_steps(left, plan.samples_per_part)
 
     @property

@@ -24,7 +24,10 @@ from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.profile import WORKER, Profiler
 from paddle_shard.reading.reader import Reader
-from paddle_shard.reading.worker_guards import end_with_the_parent, own_file_positions
+from paddle_shard.reading.worker_guards import (
+    end_with_the_parent,
+    own_file_positions,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,13 @@ class WorkerSettings:
     """Number of requests that a worker is sent ahead."""
 
 
-_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+_CRASHES = {
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGABRT,
+}
 
 
 def work(
@@ -81,7 +90,9 @@ def work(
             request, is_first = messages.popleft()
             answer: Any = failure
             if failure is None:
-                answer = settings.reader.read(request, number, is_first=is_first)
+                answer = settings.reader.read(
+                    request, number, is_first=is_first
+                )
                 _begin(settings.reader, messages)
             if isinstance(answer, Chunk):
                 answer = answer._replace(profile=profiler.snapshot())
@@ -93,7 +104,9 @@ def work(
             except Exception as error:  # nothing was sent
                 with contextlib.suppress(ConnectionError):
                     channel.send(
-                        ReadFailure.of(error, what="sending the batch", worker=number)
+                        ReadFailure.of(
+                            error, what="sending the batch", worker=number
+                        )
                     )
             del answer  # else it takes memory while the next one is read
 
@@ -106,7 +119,9 @@ def _begin(reader: Reader, messages: Iterable[Any]) -> None:
         reader.begin(request)
 
 
-def set_up(number: int, settings: WorkerSettings, seed: int) -> ReadFailure | None:
+def set_up(
+    number: int, settings: WorkerSettings, seed: int
+) -> ReadFailure | None:
     """Prepare this process as Paddle prepares its workers; return the failure of the user's function, if it failed."""
     random.seed(seed + number)
     paddle.seed(seed + number)

@@ -30,7 +30,9 @@ def end_with_the_parent() -> None:
             time.sleep(_PARENT_SECONDS)
         os._exit(1)
 
-    threading.Thread(target=watch, name="paddle_shard-parent", daemon=True).start()
+    threading.Thread(
+        target=watch, name="paddle_shard-parent", daemon=True
+    ).start()
 
 
 def own_file_positions() -> None:
@@ -40,7 +42,8 @@ def own_file_positions() -> None:
     each other's and read at the wrong place.
     """
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or may not be opened
+        # closed meanwhile, or may not be opened
+        with contextlib.suppress(OSError):
             shared = int(name)
             is_file = stat.S_ISREG(os.fstat(shared).st_mode)
             flags = fcntl.fcntl(shared, fcntl.F_GETFL)

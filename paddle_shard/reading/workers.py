@@ -162,7 +162,9 @@ class WorkerPool:
             worker.start()
         self._workers.append(worker)
 
-    def send(self, number: int, request: Any, *, is_first: bool = False) -> None:
+    def send(
+        self, number: int, request: Any, *, is_first: bool = False
+    ) -> None:
         """Send a worker a request, the first of an epoch iterator if `is_first`; see `Channel.send`."""
         if isinstance(request, ChunkRequest) and not is_first:
             request = request.step  # the worker has the rest
@@ -222,7 +224,9 @@ class WorkerPool:
             except EOFError:
                 raise self._lost(number) from None
             except Exception as error:
-                return ReadFailure.of(error, what="receiving the batch", worker=number)
+                return ReadFailure.of(
+                    error, what="receiving the batch", worker=number
+                )
             seconds = min(_LOOK_SECONDS, self.worker_timeout - waited)
             if channel.wait(seconds):
                 continue

@@ -98,7 +98,9 @@ class IteratorProgress:
         self._num_steps = num_steps
         self._skipped = skipped
         self._counts_draws = counts_draws
-        self.position = Position(start.samples, start.steps, start.ended, start.sampler)
+        self.position = Position(
+            start.samples, start.steps, start.ended, start.sampler
+        )
         """The position. A signal handler that saves the state finds a batch as a whole or not at all."""
 
     def deliver(self, step: Step, ids: Ids, num_unread: int) -> None:
@@ -125,7 +127,12 @@ class IteratorProgress:
         self._move(delivery, steps, self.position.sampler, ended=True)
 
     def _move(
-        self, delivery: _Delivery, steps: int, sampler_state: Any, *, ended: bool
+        self,
+        delivery: _Delivery,
+        steps: int,
+        sampler_state: Any,
+        *,
+        ended: bool,
     ) -> None:
         before = self.position
         if before.num_recent >= _MOST_RECENT:
@@ -151,7 +158,9 @@ class IteratorProgress:
             return position
         totals = dict(position.totals)
         if self._owner is not None:
-            expected = sum(len(entry.ids) + entry.num_unread for entry in recent)
+            expected = sum(
+                len(entry.ids) + entry.num_unread for entry in recent
+            )
             total = _total((entry.ids for entry in recent), expected)
             totals[self._owner] = plus(totals.get(self._owner, Total()), total)
         if self._counts_draws:
@@ -164,7 +173,8 @@ class IteratorProgress:
         """Add the recent deliveries to the totals; return the position."""
         position = self.position
         folded = self._settled(position)
-        if self.position is position:  # else a handler has delivered, or another thread
+        # else a handler has delivered, or another thread
+        if self.position is position:
             self.position = folded
         return folded
 
@@ -176,7 +186,9 @@ class IteratorProgress:
         # What this iterator skips, another may deliver.
         once = tuple(without(since.samples, position.samples, self._skipped))
         return {
-            owner: Delivered(once, (), minus(total, since.totals.get(owner, Total())))
+            owner: Delivered(
+                once, (), minus(total, since.totals.get(owner, Total()))
+            )
             for owner, total in position.totals.items()
         }
 
@@ -184,7 +196,9 @@ class IteratorProgress:
         """Return the position as a state, without what the whole run knows."""
         position = self.position
         begun = tuple(
-            segment for segment in self._segments if segment[0] < position.samples
+            segment
+            for segment in self._segments
+            if segment[0] < position.samples
         )
         return replace(
             self.start,
@@ -199,7 +213,10 @@ class IteratorProgress:
 
 def _total(batches: Iterable[Ids], expected: int) -> Total:
     """Return the total of the samples of some batches; they are hashed at once."""
-    ids = [np.empty(0, np.int64), *(as_ids(batch) for batch in batches if len(batch))]
+    ids = [
+        np.empty(0, np.int64),
+        *(as_ids(batch) for batch in batches if len(batch)),
+    ]
     return total_of(np.concatenate(ids), expected)
 
 

@@ -80,7 +80,10 @@ def record_facts(
             "paddle": paddle.__version__,
             "numpy": np.__version__,
         },
-        "fingerprint": {"order_version": ORDER_VERSION, **source.batches.fingerprint()},
+        "fingerprint": {
+            "order_version": ORDER_VERSION,
+            **source.batches.fingerprint(),
+        },
         "plan": None if source.item_is_batch else order,
         "sizes": None if sizes is None else sizes.entries,
         "skip_steps": skip_steps,

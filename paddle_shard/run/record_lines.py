@@ -45,10 +45,15 @@ def append(path: str, line: Mapping[str, Any]) -> tuple[str, int]:
     # Opened each time: a process that forks meanwhile, and a file system that was away, do no harm.
     # Only a first line creates the file: one that was removed meanwhile would lack its beginning.
     create = os.O_CREAT if line["line"] == "begin" else 0
-    with open(os.open(path, os.O_RDWR | create, 0o644), "r+b", buffering=0) as file:
+    with open(
+        os.open(path, os.O_RDWR | create, 0o644), "r+b", buffering=0
+    ) as file:
         _lock(file)
         last, half = _last_line(file)
-        linked: dict[str, Any] = {"after": digest_of(last) if last else "", **line}
+        linked: dict[str, Any] = {
+            "after": digest_of(last) if last else "",
+            **line,
+        }
         if half:
             file.truncate(file.seek(0, os.SEEK_END) - half)
             linked["mended"] = half
@@ -144,7 +149,9 @@ def read_record(path: str) -> tuple[list[dict[str, Any]], list[str]]:
                 problems.append(f"line {number} was changed")
             lines.append({**line, "number": number, "digest": digest})
         except (ValueError, TypeError, KeyError, RecursionError):
-            problems.append(f"line {number} is not a line of a record: it was changed")
+            problems.append(
+                f"line {number} is not a line of a record: it was changed"
+            )
         if after != digest_before:
             what = f"line {number - 1} was changed or taken out"
             if number == 1:

@@ -65,7 +65,8 @@ class Recorder:
             self._job = self._append("begin", {"format": FORMAT, **facts})
         except ArgumentError:
             raise
-        except (OSError, ValueError) as error:  # a ValueError: its name has a null byte
+        except (OSError, ValueError) as error:
+            # a ValueError: its name has a null byte
             raise ArgumentError(
                 f"record={self.path!r} cannot be written ({error}). {_FIX}"
             ) from error
@@ -99,7 +100,9 @@ class Recorder:
 
     def _append(self, kind: str, facts: Mapping[str, Any]) -> str:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        digest, num_removed = append(self.path, {"line": kind, "time": now, **facts})
+        digest, num_removed = append(
+            self.path, {"line": kind, "time": now, **facts}
+        )
         if num_removed:
             _LOG.warning(
                 "record=%r: a crash had cut its last line. The %d bytes were taken off.",

@@ -158,7 +158,9 @@ class Run:
         if self._source.split and self._source.stream is None:
             fingerprint["num_data_ranks"] = self._num_data_ranks
         if self._skip_steps:
-            fingerprint["skip_steps"] = [list(skipped) for skipped in self._skip_steps]
+            fingerprint["skip_steps"] = [
+                list(skipped) for skipped in self._skip_steps
+            ]
         return fingerprint
 
     def _steps_before(self, epoch: int) -> int:
@@ -205,7 +207,10 @@ class Run:
         self._epoch_set_at = next(numbers)
 
     def finished(
-        self, progress: IteratorProgress, skipped_steps: int, skipped_samples: int
+        self,
+        progress: IteratorProgress,
+        skipped_steps: int,
+        skipped_samples: int,
     ) -> None:
         """Move on to the next epoch, when an iterator over this one has come to its end.
 
@@ -232,7 +237,11 @@ class Run:
             self._steps_known = (progress.epoch + 1, steps)
             self._counter.move_to(progress.epoch + 1)
         progress.finished = True
-        if self._newest is None or is_current or progress.number >= self._newest.number:
+        if (
+            self._newest is None
+            or is_current
+            or progress.number >= self._newest.number
+        ):
             self._newest = progress
 
     # The position
@@ -259,7 +268,9 @@ class Run:
         # Batches of a user's sampler may be of any size.
         elif source.stream is not None and source.batch_size is not None:
             segments = start.continued(source.batch_size)
-        is_drawn = source.stream is None and source.batches.plan_of(start) is None
+        is_drawn = (
+            source.stream is None and source.batches.plan_of(start) is None
+        )
         progress = IteratorProgress(
             start,
             segments,
@@ -289,7 +300,11 @@ class Run:
             ids: The samples in this process's slice of it.
             num_unread: Number of samples of the slice that could not be read.
         """
-        number = self._first_number if self._newest is None else self._newest.number + 1
+        number = (
+            self._first_number
+            if self._newest is None
+            else self._newest.number + 1
+        )
         if progress.number >= number:
             self._warn_if_begun_again(progress)
             self._newest = progress
@@ -319,7 +334,9 @@ class Run:
         num_steps = batches.known_steps(self._present())
         if num_steps is None:  # a TypeError, so that list(loader) works
             raise ArgumentTypeError(f"len(loader): {batches.steps_unknown}")
-        return num_steps - num_skipped_steps(num_steps, self.skips(self._present()))
+        return num_steps - num_skipped_steps(
+            num_steps, self.skips(self._present())
+        )
 
     def state(self) -> LoaderState:
         """Return the position of the run."""
@@ -330,11 +347,15 @@ class Run:
         data = self.identity
         if data is None and self._resumed is not None:
             data = self._resumed.data
-        return replace(self._counted(state), fingerprint=self._fingerprint(), data=data)
+        return replace(
+            self._counted(state), fingerprint=self._fingerprint(), data=data
+        )
 
     def _of_epoch(self, epoch: int) -> EpochDeliveries:
         """Return what this process knows of the deliveries of an epoch, with those of all iterators settled."""
-        return self._deliveries.get(epoch, EpochDeliveries()).settled(open_too=True)
+        return self._deliveries.get(epoch, EpochDeliveries()).settled(
+            open_too=True
+        )
 
     def _counted(self, state: LoaderState) -> LoaderState:
         """Return a position with all that this process knows of the deliveries of its epoch."""
@@ -349,7 +370,9 @@ class Run:
             self._recorded = place
         return state.to_dict()
 
-    def _note(self, kind: str, state: LoaderState | None = None, **facts: Any) -> None:
+    def _note(
+        self, kind: str, state: LoaderState | None = None, **facts: Any
+    ) -> None:
         """Write a line of the record.
 
         Args:
@@ -367,16 +390,24 @@ class Run:
     def _reached(self) -> list[tuple[int, int, int]]:
         """Return (number, steps, samples) of the iterators that are not settled."""
         return [
-            (progress.number, progress.position.steps, progress.position.samples)
+            (
+                progress.number,
+                progress.position.steps,
+                progress.position.samples,
+            )
             for deliveries in list(self._deliveries.values())
             for progress, _ in deliveries.iterators
         ]
 
     def failed(self, progress: IteratorProgress, error: BaseException) -> None:
         """Record that an iterator has failed."""
-        self._note("error", of=progress.number, error=described(error)[:_MOST_TEXT])
+        self._note(
+            "error", of=progress.number, error=described(error)[:_MOST_TEXT]
+        )
 
-    def resume_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
+    def resume_from(
+        self, state: Mapping[str, Any], override: Collection[str]
+    ) -> None:
         """Move the run to a saved position."""
         fingerprint = self._fingerprint()
         resumed = LoaderState.from_dict(state, fingerprint, override)
@@ -449,7 +480,9 @@ class Run:
         sampler = type(self._source.custom_sampler).__name__
         return self._no_index() or f"the loader's own {sampler}"
 
-    def where(self, sample: Any, epoch: int | None) -> Where | list[Where] | None:
+    def where(
+        self, sample: Any, epoch: int | None
+    ) -> Where | list[Where] | None:
         """Return where a sample is delivered."""
         epoch = self.epoch if epoch is None else epoch
         newest = self._newest
@@ -467,7 +500,11 @@ class Run:
                 f"where() cannot be asked: the order is that of {self.no_order()}."
             )
         return places_of(
-            plan, epoch, sample, self.skips(start), self._source.batches.balance_rows
+            plan,
+            epoch,
+            sample,
+            self.skips(start),
+            self._source.batches.balance_rows,
         )
 
     def certificate(self) -> Certificate:
@@ -534,7 +571,10 @@ def gathered(
         )
     try:
         return list(
-            map(json.loads, gather_payloads(ranks, json.dumps(value), timeout, call))
+            map(
+                json.loads,
+                gather_payloads(ranks, json.dumps(value), timeout, call),
+            )
         )
     except PeerLostError as lost:
         lost.args = (

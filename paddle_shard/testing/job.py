@@ -63,16 +63,21 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is for this process, which ends that one
-                preexec_fn=_end_with_the_parent,  # before the script can run: this process may be killed at once
+                # Ctrl-C is for this process, which ends that one
+                start_new_session=True,
+                # before the script can run: this process may be killed at once
+                preexec_fn=_end_with_the_parent,
             )
 
     def alive(self) -> set[int]:
         """Return the processes that were started, or that those have started, and that run."""
         pids = set()
         for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # ended meanwhile, or another user's
-                if self._mark in (process / "environ").read_bytes().split(b"\0"):
+            # ended meanwhile, or another user's
+            with contextlib.suppress(OSError):
+                if self._mark in (process / "environ").read_bytes().split(
+                    b"\0"
+                ):
                     pids.add(int(process.name))
         return pids
 
@@ -80,7 +85,9 @@ class Processes:
 class Job:
     """Ranks that `start_ranks` has started; the others continue when one ends."""
 
-    def __init__(self, name: str, directory: Path, processes: Processes) -> None:
+    def __init__(
+        self, name: str, directory: Path, processes: Processes
+    ) -> None:
         self._name = name
         self._directory = directory
         self._processes = processes
@@ -101,7 +108,9 @@ class Job:
 
     def exit_codes(self) -> dict[int, int]:
         """Return {rank: exit code} of the ranks that have ended; -n for signal n."""
-        codes = {rank: process.poll() for rank, process in enumerate(self._ranks)}
+        codes = {
+            rank: process.poll() for rank, process in enumerate(self._ranks)
+        }
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def wait(self, ranks: Iterable[int], seconds: float) -> dict[int, int]:
@@ -128,7 +137,9 @@ class Job:
         running = sorted(wanted - self.exit_codes().keys())
         silent = self.silent(sorted(wanted))
         if failed() or running or silent:
-            codes = {rank: code for rank, code in self.exit_codes().items() if code}
+            codes = {
+                rank: code for rank, code in self.exit_codes().items() if code
+            }
             raise RanksFailed(
                 f"{self._name}: exit codes {codes}; still running: ranks {running} (deadline {seconds:g} s); no report "
                 f"from ranks {silent}, by paddle_shard.testing.report()\n{self.logs()}"
@@ -139,7 +150,9 @@ class Job:
     def silent(self, ranks: Iterable[int]) -> list[int]:
         """Return which of these ranks have not reported."""
         return [
-            rank for rank in ranks if not _report_path(self._directory, rank).exists()
+            rank
+            for rank in ranks
+            if not _report_path(self._directory, rank).exists()
         ]
 
     def send(self, rank: int, number: int) -> None:
@@ -245,7 +258,9 @@ def run_ranks(
     Raises:
         RanksFailed: A rank ended with an error, left no report, or was not done at the deadline.
     """
-    with start_ranks(script, num_ranks, directory, timeout=timeout, **options) as job:
+    with start_ranks(
+        script, num_ranks, directory, timeout=timeout, **options
+    ) as job:
         return job.reports(range(num_ranks), timeout)
 
 

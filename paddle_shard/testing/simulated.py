@@ -12,7 +12,9 @@ from paddle_shard.errors import ArgumentError
 
 
 @contextmanager
-def simulated_rank(global_rank: int, world_size: int | None = None) -> Iterator[None]:
+def simulated_rank(
+    global_rank: int, world_size: int | None = None
+) -> Iterator[None]:
     """Make this process another rank, for code that only reads its rank: loaders, samplers, placing.
 
     Collectives do not work inside. Paddle's core reads the rank from the environment whenever it places a
@@ -43,7 +45,9 @@ def simulated_rank(global_rank: int, world_size: int | None = None) -> Iterator[
         yield
 
 
-def on_each_rank(global_ranks: Any, function: Callable[[], Any]) -> dict[int, Any]:
+def on_each_rank(
+    global_ranks: Any, function: Callable[[], Any]
+) -> dict[int, Any]:
     """Return what a function returns as each of some ranks.
 
     Args:

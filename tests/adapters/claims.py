@@ -28,11 +28,15 @@ def check(reports, name, samples, *, shuffled, resumes=True):
         assert sorted(ids_of(passes)) == sorted(samples), (
             f"{name}: every sample exactly once"
         )
-        assert len({len(steps) for steps in passes}) == 1, f"{name}: equal steps"
+        assert len({len(steps) for steps in passes}) == 1, (
+            f"{name}: equal steps"
+        )
         assert len({step["rows"] for steps in passes for step in steps}) == 1, (
             f"{name}: equal rows"
         )
-    first, second = ([rank["epochs"][epoch] for rank in ranks] for epoch in range(2))
+    first, second = (
+        [rank["epochs"][epoch] for rank in ranks] for epoch in range(2)
+    )
     assert (ids_of(first) != ids_of(second)) == shuffled, (
         f"{name}: epochs differ where shuffled"
     )
@@ -48,7 +52,9 @@ def check(reports, name, samples, *, shuffled, resumes=True):
     assert len(set(dropped)) == len(dropped), f"{name}: nothing twice"
     assert set(dropped) <= set(samples)
     assert all(
-        step["rows"] == len(step["ids"]) for rank in ranks for step in rank["dropped"]
+        step["rows"] == len(step["ids"])
+        for rank in ranks
+        for step in rank["dropped"]
     )
     if resumes:
         for rank in ranks:
@@ -60,9 +66,9 @@ def check(reports, name, samples, *, shuffled, resumes=True):
                     f"{name}: the epoch behind it"
                 )
     for report in reports:
-        assert report[name]["other data ranks"].startswith("StateError"), report[name][
-            "other data ranks"
-        ]
+        assert report[name]["other data ranks"].startswith("StateError"), (
+            report[name]["other data ranks"]
+        )
         assert report[name]["environment"] == [], (
             "no variable of torch.distributed is left behind"
         )

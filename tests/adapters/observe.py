@@ -50,7 +50,11 @@ def steps_of(loader, limit=None, *, collective=False):
             assert len(local) == len(ids)
             digest.update(local[valid].tobytes())
         found.append(
-            {"ids": ids[valid].tolist(), "rows": len(ids), "digest": digest.hexdigest()}
+            {
+                "ids": ids[valid].tolist(),
+                "rows": len(ids),
+                "digest": digest.hexdigest(),
+            }
         )
         if collective:
             counted = paddle.to_tensor([len(found)])
@@ -97,7 +101,8 @@ def observe(make, *, resume=True):
     found["dropped"] = steps_of(loader_of(make(), tail="drop"))
     if resume:
         found["resumed"] = [
-            resumed(make, step) for step in range(1, len(found["epochs"][0]) + 1)
+            resumed(make, step)
+            for step in range(1, len(found["epochs"][0]) + 1)
         ]
     found["other data ranks"] = refusal(
         lambda: loader_of(make(), num_data_ranks=1).load_state_dict(state)
@@ -107,7 +112,9 @@ def observe(make, *, resume=True):
         for k in before.keys() | dict(os.environ).keys()
         if before.get(k) != os.environ.get(k)
     }
-    found["environment"] = sorted(changed | (set(TORCH_NAMES) & set(os.environ)))
+    found["environment"] = sorted(
+        changed | (set(TORCH_NAMES) & set(os.environ))
+    )
     torch = sys.modules.get("torch")
     found["torch runs"] = bool(
         torch

@@ -42,11 +42,21 @@ def run(library):
         f"tests/adapters/{library}",
         f"--junit-xml={results}",
     ]
-    demo = [python, "launch/local.py", "--processes", "2", "--log-dir", logs / "ranks"]
+    demo = [
+        python,
+        "launch/local.py",
+        "--processes",
+        "2",
+        "--log-dir",
+        logs / "ranks",
+    ]
     demo += [DEMOS.get(library, f"demos/adapters/{library}_digits.py")]
     named = [*PACKAGES[library], "paddlepaddle", "numpy"]
     versions = subprocess.run(
-        [python, "-c", VERSIONS, *named], text=True, capture_output=True, check=True
+        [python, "-c", VERSIONS, *named],
+        text=True,
+        capture_output=True,
+        check=True,
     ).stdout.strip()
     seconds, codes = [], []
     with open(ROOT / f"log/adapters/{library}.log", "wb") as log:
@@ -54,12 +64,19 @@ def run(library):
             began = time.monotonic()
             env = {**environ, "PADDLE_SHARD_ADAPTER": library}
             done = subprocess.run(
-                command, cwd=ROOT, env=env, stdout=log, stderr=log, timeout=DEADLINE
+                command,
+                cwd=ROOT,
+                env=env,
+                stdout=log,
+                stderr=log,
+                timeout=DEADLINE,
             )
             seconds.append(time.monotonic() - began)
             codes.append(done.returncode)
     suite = (
-        {} if not results.exists() else ElementTree.parse(results).getroot()[0].attrib
+        {}
+        if not results.exists()
+        else ElementTree.parse(results).getroot()[0].attrib
     )
     failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
     passed = int(suite.get("tests", 0)) - failed - int(suite.get("skipped", 0))
@@ -72,7 +89,9 @@ def run(library):
     if not fine:
         print(f"--- the end of log/adapters/{library}.log ---", file=sys.stderr)
         print(
-            (ROOT / f"log/adapters/{library}.log").read_text(errors="replace")[-6000:],
+            (ROOT / f"log/adapters/{library}.log").read_text(errors="replace")[
+                -6000:
+            ],
             file=sys.stderr,
         )
     return fine

@@ -31,7 +31,9 @@ def the_hazard(reports):
 def test_doctor_names_the_hosts_of_the_ranks(tmp_path):
     args = [json.dumps({"all": ["--timeout", "110"]})]
     for one in run_ranks(WORKER, 2, tmp_path, args=args, env=ENV, timeout=HANG):
-        assert [hazard for hazard in one["hazards"] if "MB" not in hazard["what"]] == []
+        assert [
+            hazard for hazard in one["hazards"] if "MB" not in hazard["what"]
+        ] == []
         assert one["code"] == bool(one["hazards"])
         assert re.match(r"2 on 1 hosts: \S+", one["group"]["ranks"])
 
@@ -44,8 +46,12 @@ def test_doctor_names_a_missing_rank_after_the_timeout(missing, tmp_path):
         [json.dumps({"all": ["--timeout", "5"], "does": {missing: "killed"}})],
         time.monotonic(),
     )
-    with start_ranks(WORKER, 3, tmp_path, args=args, env=ENV, timeout=HANG) as job:
-        found = job.reports([rank for rank in range(3) if rank != missing], HANG)
+    with start_ranks(
+        WORKER, 3, tmp_path, args=args, env=ENV, timeout=HANG
+    ) as job:
+        found = job.reports(
+            [rank for rank in range(3) if rank != missing], HANG
+        )
     assert time.monotonic() - begun < HANG / 2
     for one in found:
         assert one["code"] == 1
@@ -56,7 +62,9 @@ def test_main_reports_an_interrupt_in_a_line(monkeypatch, capsys):
     def stopped(options):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(COMMANDS, "doctor", COMMANDS["doctor"]._replace(answer=stopped))
+    monkeypatch.setitem(
+        COMMANDS, "doctor", COMMANDS["doctor"]._replace(answer=stopped)
+    )
 
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "paddle-shard doctor: stopped\n"

@@ -33,13 +33,18 @@ def planned(capsys, *arguments):
 
 def given_to_ranks(data, batch_size, accumulation, ids, names, dims, **options):
     """[(ids, None for what is not real) of each rank] of each step."""
-    mesh, shuffles = dist.ProcessMesh(ids, dim_names=names), options.pop("shuffles")
+    mesh, shuffles = (
+        dist.ProcessMesh(ids, dim_names=names),
+        options.pop("shuffles"),
+    )
 
     def rows():
         sampler = BatchSampler(data, batch_size=batch_size, shuffle=shuffles)
         sampler._acc_steps = accumulation
         batches = iter(
-            sharded(DataLoader(data, batch_sampler=sampler), mesh, dims, **options)
+            sharded(
+                DataLoader(data, batch_sampler=sampler), mesh, dims, **options
+            )
         )
         found = []
         for batch in batches:
@@ -48,7 +53,10 @@ def given_to_ranks(data, batch_size, accumulation, ids, names, dims, **options):
                 for one in (batch, batches.valid)
             )
             found.append(
-                [one if real else None for one, real in zip(values, valid, strict=True)]
+                [
+                    one if real else None
+                    for one, real in zip(values, valid, strict=True)
+                ]
             )
         return found
 
@@ -134,7 +142,9 @@ def test_plan_is_what_loaders_deliver(mesh, run, capsys):
         for at, ranks in enumerate(groups)
         if not any(one is not None for one in per_rank[ranks[0]][-1])
     ]
-    told = [one["what"] for one in found["hazards"] if "nothing else" in one["what"]]
+    told = [
+        one["what"] for one in found["hazards"] if "nothing else" in one["what"]
+    ]
     expected = [
         f"on {len(starved)} of its data ranks: {', '.join(map(str, starved))}"
     ] * bool(starved)
@@ -173,7 +183,9 @@ def test_plan_names_each_hazard_with_its_remedy(flags, what, remedy, capsys):
     (hazard,) = planned(capsys, *flags)["hazards"]
     assert what in hazard["what"]
     assert remedy in hazard["fix"]
-    assert f"HAZARD: {hazard['what'].rstrip('.')}" in asked("plan", *flags, code=1)
+    assert f"HAZARD: {hazard['what'].rstrip('.')}" in asked(
+        "plan", *flags, code=1
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,7 +196,15 @@ def test_plan_names_each_hazard_with_its_remedy(flags, what, remedy, capsys):
             ["6 cannot be split evenly over 4", "4 or 8"],
         ),
         (
-            [*FINE[:2], "--batch-size", 10, "--accumulation", 2, "--mesh", "dp=4"],
+            [
+                *FINE[:2],
+                "--batch-size",
+                10,
+                "--accumulation",
+                2,
+                "--mesh",
+                "dp=4",
+            ],
             [
                 "a global batch of 20 cannot be split evenly over 4 data ranks times 2 accumulation steps",
                 "16 or 24",
@@ -214,7 +234,10 @@ def test_plan_without_a_hazard_exits_with_0():
             "must be axes and sizes such as dp=4,mp=2, got 'dp4'",
         ),
         ([*FINE[:4], "--mesh", "dp=2,dp=2"], "different axes"),
-        (["--mesh", "dp=2"], "the following arguments are required: --batch-size"),
+        (
+            ["--mesh", "dp=2"],
+            "the following arguments are required: --batch-size",
+        ),
         (
             ["--mesh", "dp=2", "--batch-size", "2"],
             "the following arguments are required: --samples",
@@ -222,9 +245,15 @@ def test_plan_without_a_hazard_exits_with_0():
         ([*FINE[:4], "--mesh", "mp=2"], "the mesh has no axis 'dp'"),
         ([*FINE, "--data-axes", "DP"], "the mesh has no axis 'DP'"),
         ([*FINE, "--step", "99"], "step must be in range"),
-        (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
+        (
+            ["--batch-size", "many"],
+            "argument --batch-size: invalid int value: 'many'",
+        ),
         ([*FINE, "--batch-size", "0"], "batch_size must be an int >= 1, got 0"),
-        ([*FINE, "--accumulation", "-2"], "batch_size must be an int >= 1, got -16"),
+        (
+            [*FINE, "--accumulation", "-2"],
+            "batch_size must be an int >= 1, got -16",
+        ),
         ([*FINE, "--step", "-1"], "step must be in range"),
     ],
 )
@@ -259,7 +288,15 @@ def test_main_ends_quietly_when_its_reader_closes_the_pipe():
 @pytest.mark.parametrize("flag", ["--html", "--svg"])
 def test_plan_without_a_step_is_not_drawn(flag, tmp_path):
     said = asked(
-        "plan", *FINE, "--tail", "drop", "--samples", 7, flag, tmp_path / "plan", code=2
+        "plan",
+        *FINE,
+        "--tail",
+        "drop",
+        "--samples",
+        7,
+        flag,
+        tmp_path / "plan",
+        code=2,
     )
     assert "there is no step that could be drawn" in said
     assert not list(tmp_path.iterdir())
@@ -268,9 +305,20 @@ def test_plan_without_a_step_is_not_drawn(flag, tmp_path):
 @pytest.mark.parametrize("samples", range(1, 7))
 @pytest.mark.parametrize("tail", ["pad", "fill"])
 def test_plan_counts_data_ranks_without_a_sample(samples, tail, capsys):
-    flags = "--samples", samples, "--batch-size", 18, "--mesh", "dp=6", "--tail", tail
+    flags = (
+        "--samples",
+        samples,
+        "--batch-size",
+        18,
+        "--mesh",
+        "dp=6",
+        "--tail",
+        tail,
+    )
     found = planned(capsys, *flags, "--step", 0)
-    empty = sum(all(one is None for one in of["samples"]) for of in found["step"])
+    empty = sum(
+        all(one is None for one in of["samples"]) for of in found["step"]
+    )
     said = [
         re.search(r"nothing else on (\d+) of", one["what"])[1]
         for one in found["hazards"]
@@ -280,7 +328,14 @@ def test_plan_counts_data_ranks_without_a_sample(samples, tail, capsys):
 
 def test_plan_page_draws_from_the_given_step(tmp_path):
     asked(
-        "plan", *FINE, "--step", "3", "--epoch", "2", "--html", tmp_path / "plan.html"
+        "plan",
+        *FINE,
+        "--step",
+        "3",
+        "--epoch",
+        "2",
+        "--html",
+        tmp_path / "plan.html",
     )
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "epoch 2, step 3" in page

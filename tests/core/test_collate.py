@@ -65,7 +65,11 @@ def test_collate_keeps_namedtuples_and_makes_dicts_of_mappings():
             TypeError,
             r"cannot stack NoneType at field \['x'\]",
         ),
-        ([{1: 1, "x": 1}, {"x": 1}], ValueError, "samples differ in their keys"),
+        (
+            [{1: 1, "x": 1}, {"x": 1}],
+            ValueError,
+            "samples differ in their keys",
+        ),
         (
             [1, np.ones(2)],
             ValueError,
@@ -78,7 +82,9 @@ def test_collate_keeps_namedtuples_and_makes_dicts_of_mappings():
         ),
     ],
 )
-def test_samples_that_do_not_fit_are_named_with_their_field(samples, error, text):
+def test_samples_that_do_not_fit_are_named_with_their_field(
+    samples, error, text
+):
     with pytest.raises(error, match=text):
         collate(samples)
 
@@ -122,7 +128,8 @@ def test_collate_of_mixed_kinds_is_a_type_error(kind, other, path):
     [
         (np.ones(2, "int32"), np.ones(2, "int64")),
         (np.float32(1), np.float64(1)),
-        (np.ones(2, "float16"), np.ones(2, "uint16")),  # uint16 is Paddle's bfloat16
+        # uint16 is Paddle's bfloat16
+        (np.ones(2, "float16"), np.ones(2, "uint16")),
     ],
 )
 def test_samples_of_different_dtypes_are_not_cast(one, other):

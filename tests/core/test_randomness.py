@@ -31,7 +31,9 @@ GENERATORS = {"numpy": NumpyGenerator(), "python": PythonGenerator()}
 
 @pytest.mark.parametrize("name", ["numpy", "python"])
 @given(
-    seed=st.integers(0, 2**64 - 1), before=st.integers(0, 700), which=st.integers(0, 5)
+    seed=st.integers(0, 2**64 - 1),
+    before=st.integers(0, 700),
+    which=st.integers(0, 5),
 )
 def test_generator_state_changes_with_every_draw(name, seed, before, which):
     generator = GENERATORS[name]

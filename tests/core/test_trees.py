@@ -35,7 +35,9 @@ def test_map_leaves_keeps_containers_and_gives_paths():
     assert found["b"].b == {"y": [2.5]}
     assert found["c"] == []
     assert given["b"].a["x"] == [1, "text"], "what is given is not changed"
-    assert list(leaves(map_leaves(given, lambda leaf, path: path, "batch"))) == [
+    assert list(
+        leaves(map_leaves(given, lambda leaf, path: path, "batch"))
+    ) == [
         *(
             "batch['a'][0]",
             "batch['a'][1]",

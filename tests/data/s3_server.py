@@ -21,7 +21,10 @@ def _free_port():
 
 def _put(url, content=b""):
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    headers = {"Content-Type": "application/octet-stream", "x-amz-acl": "public-read"}
+    headers = {
+        "Content-Type": "application/octet-stream",
+        "x-amz-acl": "public-read",
+    }
     with direct.open(
         urllib.request.Request(url, content, headers, method="PUT"), timeout=10
     ):
@@ -45,7 +48,15 @@ def serving_s3(files):
     """Serve files by key; yields the environment variables that lead there."""
     port = _free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        [
+            sys.executable,
+            "-m",
+            "moto.server",
+            "-H",
+            "127.0.0.1",
+            "-p",
+            str(port),
+        ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -70,4 +81,5 @@ def serving_s3(files):
     finally:
         process.kill()
         process.wait(10)
-        files_module._file_system.cache_clear()  # clients know the port, and the next server has another
+        # clients know the port, and the next server has another
+        files_module._file_system.cache_clear()

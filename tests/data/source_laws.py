@@ -28,7 +28,9 @@ TOTAL = sum(LENGTHS)
 def pieces():
     """The ids of each piece."""
     ends = np.cumsum([0, *LENGTHS]).tolist()
-    return [list(range(start, stop)) for start, stop in itertools.pairwise(ends)]
+    return [
+        list(range(start, stop)) for start, stop in itertools.pairwise(ends)
+    ]
 
 
 def parquet_bytes(ids, row_group_size=5):
@@ -55,12 +57,15 @@ def text_bytes(ids):
 
 def csv_bytes(ids):
     return "".join(
-        f"{line}\r\n" for line in ("id,text", *(f'{i},"text, {i}"' for i in ids))
+        f"{line}\r\n"
+        for line in ("id,text", *(f'{i},"text, {i}"' for i in ids))
     ).encode()
 
 
 def jsonl_bytes(ids):
-    return "\n\n".join(json.dumps({"id": i, "text": f"ü {i}"}) for i in ids).encode()
+    return "\n\n".join(
+        json.dumps({"id": i, "text": f"ü {i}"}) for i in ids
+    ).encode()
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,10 @@ FILE_KINDS = {
     ),
     "counted csv": FileKind("csv", csv_bytes, Stream.csv, of_row),
     "jsonl": FileKind(
-        "jsonl", jsonl_bytes, lambda paths: Stream.jsonl(paths, counts=False), of_row
+        "jsonl",
+        jsonl_bytes,
+        lambda paths: Stream.jsonl(paths, counts=False),
+        of_row,
     ),
     "counted jsonl": FileKind("jsonl", jsonl_bytes, Stream.jsonl, of_row),
     "webdataset": FileKind(
@@ -119,7 +127,9 @@ FILE_KINDS = {
     ),
 }
 """Every source of files. A new one joins all laws by a line here: parts, skipping, moved copies, meshes and resumes."""
-FILE_KINDS = {name: kind for name, kind in FILE_KINDS.items() if find_spec(kind.needs)}
+FILE_KINDS = {
+    name: kind for name, kind in FILE_KINDS.items() if find_spec(kind.needs)
+}
 
 
 def files():
@@ -152,9 +162,9 @@ def _huggingface():
 def _huggingface_shuffled():
     import datasets
 
-    found = datasets.Dataset.from_dict({"id": list(range(TOTAL))}).to_iterable_dataset(
-        num_shards=8
-    )
+    found = datasets.Dataset.from_dict(
+        {"id": list(range(TOTAL))}
+    ).to_iterable_dataset(num_shards=8)
     return found.shuffle(seed=4, buffer_size=5)
 
 
@@ -180,7 +190,9 @@ def _huggingface_indexed():
     import datasets
 
     return Indexed(
-        datasets.Dataset.from_dict({"id": list(range(TOTAL))}).with_format("numpy")
+        datasets.Dataset.from_dict({"id": list(range(TOTAL))}).with_format(
+            "numpy"
+        )
     )
 
 
@@ -201,7 +213,9 @@ def _of_files(kind):
 SOURCES = {
     **{name: _of_files(kind) for name, kind in FILE_KINDS.items()},
     "huggingface": lambda folder: (
-        Stream.huggingface(_huggingface()).shuffle(4).map(partial(noisy, of_row))
+        Stream.huggingface(_huggingface())
+        .shuffle(4)
+        .map(partial(noisy, of_row))
     ),
     "huggingface shuffled": lambda folder: Stream.huggingface(
         _huggingface_shuffled()
@@ -213,14 +227,16 @@ SOURCES = {
 INSTALLED = [
     name
     for name in SOURCES
-    if name in FILE_KINDS or find_spec("datasets" if "hugging" in name else name)
+    if name in FILE_KINDS
+    or find_spec("datasets" if "hugging" in name else name)
 ]
 """Those whose library is installed; each needs an extra."""
 
 ON_RANKS = [
     name
     for name in INSTALLED
-    if name not in ("csv", "jsonl", "huggingface indexed") and "counted" not in name
+    if name not in ("csv", "jsonl", "huggingface indexed")
+    and "counted" not in name
 ]
 """Those that real ranks try; simulated ones try all."""
 
@@ -244,9 +260,12 @@ def steps_of(loader, limit=None, *, collective=False):
     batches, found = iter(loader), []
     for batch in batches:
         ids, noise, valid = (
-            leaf._local_value().numpy().tolist() for leaf in (*batch, batches.valid)
+            leaf._local_value().numpy().tolist()
+            for leaf in (*batch, batches.valid)
         )
-        found.append([[i, n] for i, n, v in zip(ids, noise, valid, strict=True) if v])
+        found.append(
+            [[i, n] for i, n, v in zip(ids, noise, valid, strict=True) if v]
+        )
         if collective and dist.get_world_size() > 1:
             steps = paddle.to_tensor([len(found)])
             dist.all_reduce(steps)
@@ -278,7 +297,9 @@ def ids_of(steps):
     return [i for step in steps for i, _ in step]
 
 
-def check_laws(source, folder, workers, stops=(1, 4), oracle=None, workers_later=None):
+def check_laws(
+    source, folder, workers, stops=(1, 4), oracle=None, workers_later=None
+):
     """On two simulated data ranks, compared with one that has no workers and reads `oracle`: by default the folder.
 
     Args:
@@ -292,9 +313,9 @@ def check_laws(source, folder, workers, stops=(1, 4), oracle=None, workers_later
     workers_later = 2 - workers if workers_later is None else workers_later
     loader = make(source, folder if oracle is None else oracle, 0)
     alone = [steps_of(loader) for _ in range(2)]
-    assert [sorted(ids_of(epoch)) for epoch in alone] == [list(range(TOTAL))] * 2, (
-        "each sample exactly once"
-    )
+    assert [sorted(ids_of(epoch)) for epoch in alone] == [
+        list(range(TOTAL))
+    ] * 2, "each sample exactly once"
     assert ids_of(alone[0]) != ids_of(alone[1]), "two epochs differ"
 
     def two_epochs():
@@ -303,9 +324,9 @@ def check_laws(source, folder, workers, stops=(1, 4), oracle=None, workers_later
 
     of_ranks = on_each_rank(range(2), two_epochs)
     for epoch in range(2):
-        assert joined([of_ranks[rank][epoch] for rank in range(2)]) == alone[epoch], (
-            "the batches of one process"
-        )
+        assert (
+            joined([of_ranks[rank][epoch] for rank in range(2)]) == alone[epoch]
+        ), "the batches of one process"
     for step in stops:
         of_ranks = on_each_rank(
             range(2),

@@ -53,7 +53,8 @@ def test_file_ahead_reads_all_bytes(size):
 def test_file_ahead_reads_no_more_than_its_limit():
     source = Slow(100 * BUFFER)
     file = FileAhead(lambda: (source, None), 4 * BUFFER)
-    wait_until(lambda: source.position == 5 * BUFFER)  # one block waits for room
+    # one block waits for room
+    wait_until(lambda: source.position == 5 * BUFFER)
     time.sleep(0.05)
     assert source.position == 5 * BUFFER
     del file

@@ -28,9 +28,16 @@ class Chunked:
 
 
 def kinds(folder):
-    mapped = np.memmap(folder / "table", dtype="float32", mode="w+", shape=TABLE.shape)
+    mapped = np.memmap(
+        folder / "table", dtype="float32", mode="w+", shape=TABLE.shape
+    )
     mapped[:] = TABLE
-    return {"numpy": TABLE, "memmap": mapped, "list": list(TABLE), "chunked": Chunked()}
+    return {
+        "numpy": TABLE,
+        "memmap": mapped,
+        "list": list(TABLE),
+        "chunked": Chunked(),
+    }
 
 
 @pytest.mark.parametrize("kind", ["numpy", "memmap", "list", "chunked"])
@@ -83,7 +90,10 @@ def test_batched_reads_deliver_what_samples_one_by_one_do(workers):
         workers,
         collate_fn=lambda rows: [2 * np.stack([row[0] for row in rows])],
     )
-    assert doubled[0][0][0] == (np.array(batches(Samples(), 0)[0][0][0]) * 2).tolist()
+    assert (
+        doubled[0][0][0]
+        == (np.array(batches(Samples(), 0)[0][0][0]) * 2).tolist()
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -121,7 +131,9 @@ def test_block_size_is_that_of_the_chunks():
 def test_array_dataset_refuses_what_has_no_rows():
     with pytest.raises(ArgumentError, match="at least one"):
         paddle_shard.ArrayDataset()
-    with pytest.raises(ArgumentError, match="as many rows each, got {0: 20, 1: 3}"):
+    with pytest.raises(
+        ArgumentError, match="as many rows each, got {0: 20, 1: 3}"
+    ):
         paddle_shard.ArrayDataset(TABLE, [1, 2, 3])
     with pytest.raises(ArgumentTypeError, match="must have a length"):
         paddle_shard.ArrayDataset(iter([1]))

@@ -62,7 +62,12 @@ KINDS = {
         lambda row: int(row["n"]),
         "counts",
     ),
-    "tar": (tar_bytes, Stream.webdataset, lambda sample: int(sample["txt"]), "index"),
+    "tar": (
+        tar_bytes,
+        Stream.webdataset,
+        lambda sample: int(sample["txt"]),
+        "index",
+    ),
 }
 """Ending -> (content of some numbers, stream, number of a sample, name of the option that says no)."""
 
@@ -80,7 +85,9 @@ def write(folder, kind, lengths=UNEVEN, pack=bytes):
     ending = kind if pack is bytes else f"{kind}.bz2"
     for file, length in enumerate(lengths):
         path = folder / f"{file}.{ending}"
-        path.write_bytes(pack(KINDS[kind][0]([next(numbers) for _ in range(length)])))
+        path.write_bytes(
+            pack(KINDS[kind][0]([next(numbers) for _ in range(length)]))
+        )
         paths.append(str(path))
     return paths
 
@@ -88,7 +95,10 @@ def write(folder, kind, lengths=UNEVEN, pack=bytes):
 def loader_of(stream, ranks=1, size=8, **options):
     mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
     return paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(stream, batch_size=size), mesh, shard_dims="dp", **options
+        paddle.io.DataLoader(stream, batch_size=size),
+        mesh,
+        shard_dims="dp",
+        **options,
     )
 
 
@@ -96,12 +106,16 @@ def real_rows(loader):
     batches, found = iter(loader), []
     for batch in batches:
         found.append(
-            batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+            batch._local_value()
+            .numpy()[batches.valid._local_value().numpy()]
+            .tolist()
         )
     return found
 
 
-@pytest.mark.parametrize(("ranks", "tail"), [(1, "pad"), (2, "drop"), (8, "pad")])
+@pytest.mark.parametrize(
+    ("ranks", "tail"), [(1, "pad"), (2, "drop"), (8, "pad")]
+)
 def test_counts_make_uneven_files_need_no_padding(kind, ranks, tail, tmp_path):
     _, stream, number, _ = KINDS[kind]
     paths = write(tmp_path, kind)
@@ -113,7 +127,8 @@ def test_counts_make_uneven_files_need_no_padding(kind, ranks, tail, tmp_path):
     found = on_each_rank(range(ranks), as_rank)
 
     assert [
-        (len(steps), length, padding) for steps, length, padding in found.values()
+        (len(steps), length, padding)
+        for steps, length, padding in found.values()
     ] == [(20, 20, 0)] * ranks
     assert Counter(
         n for steps, *_ in found.values() for step in steps for n in step
@@ -131,13 +146,19 @@ def test_counts_depend_on_arguments_and_files_alone(
 
     def knows_length(names, **options):
         return (
-            stage_of(stream(names, **options)).lengths(Opening(parts=(0,), num_parts=1))
+            stage_of(stream(names, **options)).lengths(
+                Opening(parts=(0,), num_parts=1)
+            )
             is not None
         )
 
-    with serving({path.name: path.read_bytes() for path in map(Path, paths)}) as server:
+    with serving(
+        {path.name: path.read_bytes() for path in map(Path, paths)}
+    ) as server:
         urls = [f"{server.url}/{os.path.basename(path)}" for path in paths]
-        names = {"disk": paths, "http": urls, "both": [paths[0], urls[1]]}[where]
+        names = {"disk": paths, "http": urls, "both": [paths[0], urls[1]]}[
+            where
+        ]
 
         assert knows_length(names) is (where == "disk" and pack is bytes)
         assert not knows_length(names, **{option: False})
@@ -180,9 +201,9 @@ def test_counts_are_kept_until_a_file_changes(kind, counted, tmp_path):
 
     (tmp_path / f"3.{kind}").write_bytes(KINDS[kind][0](range(999)))
 
-    assert stage_of(stream(paths)).lengths(Opening(parts=(0,), num_parts=1)) == [
-        160 - 7 + 999
-    ]
+    assert stage_of(stream(paths)).lengths(
+        Opening(parts=(0,), num_parts=1)
+    ) == [160 - 7 + 999]
     assert len(counted) == 16
 
 
@@ -190,11 +211,15 @@ def test_counts_see_a_change_of_the_same_size_and_time(counted, tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"1\n2\n")
     before = path.stat()
-    assert file_source(path, LINES).lengths(Opening(parts=(0,), num_parts=1)) == [2]
+    assert file_source(path, LINES).lengths(
+        Opening(parts=(0,), num_parts=1)
+    ) == [2]
     path.write_bytes(b"123\n")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
-    assert file_source(path, LINES).lengths(Opening(parts=(0,), num_parts=1)) == [1]
+    assert file_source(path, LINES).lengths(
+        Opening(parts=(0,), num_parts=1)
+    ) == [1]
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b"{", b'{"x": 1}', None])
@@ -218,7 +243,8 @@ def test_counts_without_a_cache_are_made_each_time(
     stream, paths = KINDS[kind][1], write(tmp_path, kind, [3, 2])
 
     assert (
-        stage_of(stream(paths)).fingerprint() == stage_of(stream(paths)).fingerprint()
+        stage_of(stream(paths)).fingerprint()
+        == stage_of(stream(paths)).fingerprint()
     )
     assert len(counted) == 4
 
@@ -235,7 +261,8 @@ def test_ranks_that_start_together_count_once(counted, tmp_path):
     context = multiprocessing.get_context("fork")
     seen = context.Queue()
     ranks = [
-        context.Process(target=_count_and_tell, args=(path, seen)) for _ in range(4)
+        context.Process(target=_count_and_tell, args=(path, seen))
+        for _ in range(4)
     ]
     for rank in ranks:
         rank.start()
@@ -263,7 +290,9 @@ def few_places():
 @settings(max_examples=trials(60))
 @given(
     rows=st.lists(
-        st.lists(st.text("ab\"',\n\r\u2028é", max_size=4), min_size=2, max_size=2),
+        st.lists(
+            st.text("ab\"',\n\r\u2028é", max_size=4), min_size=2, max_size=2
+        ),
         min_size=1,
         max_size=40,
     ),
@@ -277,11 +306,15 @@ def test_csv_that_is_begun_in_mid_file_is_what_python_reads(
     rows = [["n", "m"], *rows]
     path = tmp_path_factory.mktemp("csv") / "a.csv"
     buffer = io.StringIO()
-    csv.writer(buffer, lineterminator=ending, quoting=csv.QUOTE_ALL).writerows(rows)
+    csv.writer(buffer, lineterminator=ending, quoting=csv.QUOTE_ALL).writerows(
+        rows
+    )
     path.write_bytes(b"\xef\xbb\xbf" * bom + buffer.getvalue().encode())
     expected = list(csv.reader(io.StringIO(buffer.getvalue(), newline="")))
     if header:
-        expected = [dict(zip(expected[0], row, strict=True)) for row in expected[1:]]
+        expected = [
+            dict(zip(expected[0], row, strict=True)) for row in expected[1:]
+        ]
     with few_places():
         source = file_source(path, csv_format(header=header, delimiter=","))
 
@@ -298,7 +331,9 @@ def test_csv_that_is_begun_in_mid_file_is_what_python_reads(
 def test_counts_let_parts_begin_in_mid_file(kind, num_parts, tmp_path):
     _, stream, number, _ = KINDS[kind]
     with few_places():
-        source = stage_of(stream(write(tmp_path, kind, [70, 0, 30])).map(number))
+        source = stage_of(
+            stream(write(tmp_path, kind, [70, 0, 30])).map(number)
+        )
     opening = Opening(parts=tuple(range(num_parts)), num_parts=num_parts)
 
     parts = [list(items) for items in source.open(opening)]
@@ -350,7 +385,8 @@ def test_counts_fail_where_reading_a_cut_tar_does(cut, tmp_path):
         lambda path: list(Stream.webdataset(path, index=False)),
     ):
         with pytest.raises(
-            ShardReadError, match=r"a\.tar: (counting|reading) .* failed: ReadError"
+            ShardReadError,
+            match=r"a\.tar: (counting|reading) .* failed: ReadError",
         ):
             make(str(path))
 
@@ -363,7 +399,8 @@ def test_counts_of_a_file_that_changed_are_an_error(kind, tmp_path):
         file.write(KINDS[kind][0]([1]))
 
     with pytest.raises(
-        ShardReadError, match=r"bytes, and had \d+ when it was counted.*: count again"
+        ShardReadError,
+        match=r"bytes, and had \d+ when it was counted.*: count again",
     ):
         list(stream)
 
@@ -384,7 +421,9 @@ def _sizes(*lengths):
         ([10, 20, 30], 2),
     ],
 )
-def test_chosen_num_parts_is_at_most_the_uncounted_files(lengths, parts, tmp_path):
+def test_chosen_num_parts_is_at_most_the_uncounted_files(
+    lengths, parts, tmp_path
+):
     paths = []
     for number, content in enumerate(_sizes(*lengths)):
         paths.append(tmp_path / f"{number}.txt")
@@ -406,7 +445,9 @@ def test_chosen_num_parts_rejects_ranks_that_do_not_divide_them(tmp_path):
 
 def test_rows_of_padding_are_counted_and_said_once(tmp_path, caplog):
     loader = loader_of(
-        Stream.lines(write(tmp_path, "txt", UNEVEN), counts=False).map(int).in_parts(8)
+        Stream.lines(write(tmp_path, "txt", UNEVEN), counts=False)
+        .map(int)
+        .in_parts(8)
     )
 
     with caplog.at_level(logging.WARNING, "paddle_shard"):
@@ -454,7 +495,10 @@ def test_counts_warn_of_no_parts_that_are_equal(kind, tail, tmp_path, caplog):
     _, stream, number, _ = KINDS[kind]
     with caplog.at_level(logging.WARNING, "paddle_shard"):
         real_rows(
-            loader_of(stream(write(tmp_path, kind, [20, 3, 18])).map(number), tail=tail)
+            loader_of(
+                stream(write(tmp_path, kind, [20, 3, 18])).map(number),
+                tail=tail,
+            )
         )
         real_rows(loader_of(Stream.of(lambda: iter(range(45))), tail=tail))
 
@@ -467,7 +511,10 @@ def test_statistics_count_padding_of_data_with_an_index_too():
     )
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
     loader = paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(dataset, batch_size=8), mesh, shard_dims="dp", tail="fill"
+        paddle.io.DataLoader(dataset, batch_size=8),
+        mesh,
+        shard_dims="dp",
+        tail="fill",
     )
     list(loader)
 

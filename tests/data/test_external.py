@@ -96,7 +96,9 @@ def test_between_two_epochs_any_loader_is_resumed():
     resumed.load_state_dict(loader.state_dict())
 
     assert resumed.epoch == 1
-    assert sorted(np.concatenate(locals_of(resumed)).tolist()) == list(range(LENGTH))
+    assert sorted(np.concatenate(locals_of(resumed)).tolist()) == list(
+        range(LENGTH)
+    )
 
 
 def test_loader_with_a_state_is_resumed_by_it():

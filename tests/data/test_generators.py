@@ -36,7 +36,9 @@ class Noisy(paddle.io.Dataset):
 def rows(data, workers=0, passed=0, **options):
     paddle.seed(workers + 17)  # whatever the user has drawn before
     given = paddle.io.DataLoader(data, batch_size=4, num_workers=workers)
-    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options)
+    loader = paddle_shard.shard_dataloader(
+        given, ONE, shard_dims="dp", **options
+    )
     before = paddle.get_rng_state()
     found = []
     for step, batch in enumerate(loader):
@@ -44,11 +46,15 @@ def rows(data, workers=0, passed=0, **options):
             state = loader.state_dict()
             found, loader = (
                 [],
-                paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options),
+                paddle_shard.shard_dataloader(
+                    given, ONE, shard_dims="dp", **options
+                ),
             )
             loader.load_state_dict(state)
             return [
-                row for batch in loader for row in batch._local_value().numpy().tolist()
+                row
+                for batch in loader
+                for row in batch._local_value().numpy().tolist()
             ]
         found += batch._local_value().numpy().tolist()
     paddle.set_rng_state(before)
@@ -92,7 +98,9 @@ class StandInTorch:
         manual_seed = random.Random.seed
 
         def get_state(self):
-            return np.frombuffer(pickle.dumps(self.getstate()), np.uint8).view(Bytes)
+            return np.frombuffer(pickle.dumps(self.getstate()), np.uint8).view(
+                Bytes
+            )
 
         def set_state(self, state):
             self.setstate(pickle.loads(bytes(state)))
@@ -111,7 +119,9 @@ class Bytes(np.ndarray):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_torch_draws_differ_by_sample_and_are_alike_for_readers(stream, monkeypatch):
+def test_torch_draws_differ_by_sample_and_are_alike_for_readers(
+    stream, monkeypatch
+):
     """In workers, its draws were the same in each of them and in each epoch."""
     monkeypatch.setitem(sys.modules, "torch", StandInTorch())
     own = sys.modules["torch"].default_generator
@@ -127,7 +137,11 @@ def test_torch_draws_differ_by_sample_and_are_alike_for_readers(stream, monkeypa
     def epochs(workers):
         loader = made(workers)
         return [
-            [row for batch in loader for row in batch._local_value().numpy().tolist()]
+            [
+                row
+                for batch in loader
+                for row in batch._local_value().numpy().tolist()
+            ]
             for _ in range(2)
         ]
 

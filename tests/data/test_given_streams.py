@@ -21,10 +21,15 @@ def sharded(given):
 
 
 def rows(stream):
-    batches, found = iter(sharded(paddle.io.DataLoader(stream, batch_size=4))), []
+    batches, found = (
+        iter(sharded(paddle.io.DataLoader(stream, batch_size=4))),
+        [],
+    )
     for batch in batches:
         found += (
-            batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+            batch._local_value()
+            .numpy()[batches.valid._local_value().numpy()]
+            .tolist()
         )
     return found
 
@@ -37,11 +42,17 @@ def said(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("cut", ["files", "sharding_filter"])
-def test_sharding_filter_leaves_a_stream_that_is_cut_as_it_is(cut, said, tmp_path):
+def test_sharding_filter_leaves_a_stream_that_is_cut_as_it_is(
+    cut, said, tmp_path
+):
     """The order of torchdata's tutorial: `shuffle().sharding_filter()`."""
-    (tmp_path / "a.csv").write_text("n\n" + "".join(f"{n}\n" for n in range(40)))
+    (tmp_path / "a.csv").write_text(
+        "n\n" + "".join(f"{n}\n" for n in range(40))
+    )
     stream = Stream.csv(tmp_path / "a.csv").map(lambda row: int(row["n"]))
-    stream = stream if cut == "files" else Stream.of(range(40)).sharding_filter()
+    stream = (
+        stream if cut == "files" else Stream.of(range(40)).sharding_filter()
+    )
 
     found = rows(stream.shuffle().sharding_filter())
 
@@ -52,7 +63,12 @@ def test_sharding_filter_leaves_a_stream_that_is_cut_as_it_is(cut, said, tmp_pat
 
 
 def test_stream_of_something_that_can_be_iterated_needs_no_of(said):
-    for given in ([1, 2, 3], range(1, 4), lambda: iter([1, 2, 3]), np.arange(1, 4)):
+    for given in (
+        [1, 2, 3],
+        range(1, 4),
+        lambda: iter([1, 2, 3]),
+        np.arange(1, 4),
+    ):
         assert list(Stream(given)) == list(Stream.of(given)) == [1, 2, 3]
         assert sorted(rows(Stream(given).map(int))) == [1, 2, 3]
 
@@ -90,7 +106,8 @@ def test_path_is_no_stream(tmp_path):
 @pytest.mark.parametrize("function", [3, None, "int"])
 def test_stage_refuses_at_once_what_is_no_function(stage, function):
     with pytest.raises(
-        ArgumentTypeError, match=f"{stage}: .* a function of a sample, got {function!r}"
+        ArgumentTypeError,
+        match=f"{stage}: .* a function of a sample, got {function!r}",
     ):
         getattr(Stream.of(range(3)), stage)(function)
 
@@ -121,7 +138,9 @@ def test_stream_that_repeats_without_end_is_refused():
     grain = pytest.importorskip("grain")
     given = grain.MapDataset.range(8).repeat()
 
-    with pytest.raises(ArgumentError, match=r"more than 2\^62.*Leave repeat\(\) out"):
+    with pytest.raises(
+        ArgumentError, match=r"more than 2\^62.*Leave repeat\(\) out"
+    ):
         sharded(paddle.io.DataLoader(given, batch_size=4))
     with pytest.raises(
         ArgumentError,

@@ -31,13 +31,21 @@ FILES = {
 
 CACHED = {
     "lines": lambda urls, **cache: Stream.lines(urls, **cache),
-    "counted lines": lambda urls, **cache: Stream.lines(urls, counts=True, **cache),
+    "counted lines": lambda urls, **cache: Stream.lines(
+        urls, counts=True, **cache
+    ),
     "csv": lambda urls, **cache: Stream.csv(urls, **cache),
     "counted csv": lambda urls, **cache: Stream.csv(urls, counts=True, **cache),
     "jsonl": lambda urls, **cache: Stream.jsonl(urls, **cache),
-    "counted jsonl": lambda urls, **cache: Stream.jsonl(urls, counts=True, **cache),
-    "webdataset": lambda urls, **cache: Stream.webdataset(urls, index=False, **cache),
-    "parquet": lambda urls, **cache: Stream.parquet(urls, columns=["id"], **cache),
+    "counted jsonl": lambda urls, **cache: Stream.jsonl(
+        urls, counts=True, **cache
+    ),
+    "webdataset": lambda urls, **cache: Stream.webdataset(
+        urls, index=False, **cache
+    ),
+    "parquet": lambda urls, **cache: Stream.parquet(
+        urls, columns=["id"], **cache
+    ),
 }
 
 
@@ -45,10 +53,14 @@ def samples_of(stream, parts=4, skip=0, epoch=0):
     opening = Opening(
         parts=tuple(range(parts)), num_parts=parts, epoch=epoch, skip=skip
     )
-    return [sample for part in stage_of(stream).open(opening) for sample in part]
+    return [
+        sample for part in stage_of(stream).open(opening) for sample in part
+    ]
 
 
-@pytest.mark.parametrize("name", [name for name in CACHED if name in FILE_KINDS])
+@pytest.mark.parametrize(
+    "name", [name for name in CACHED if name in FILE_KINDS]
+)
 def test_host_cache_gives_the_samples_and_downloads_once(name, tmp_path):
     kind = FILE_KINDS[name]
     with serving(files()) as server:
@@ -63,7 +75,9 @@ def test_host_cache_gives_the_samples_and_downloads_once(name, tmp_path):
                         for sample in samples_of(stream, skip=skip, epoch=epoch)
                     ]
                 )
-        whole = [asked for asked, span in server.asked if span.startswith("bytes=0-")]
+        whole = [
+            asked for asked, span in server.asked if span.startswith("bytes=0-")
+        ]
         expected = CACHED[name](urls)
         assert found == 2 * [
             [
@@ -121,7 +135,9 @@ def test_open_cached_downloads_once_despite_a_killed_process(seed, tmp_path):
         job.send(0, signal.SIGKILL)
         assert job.reports([1, 2, 3], HANG) == ["right"] * 3
         assert job.wait([0], HANG)[0] == -signal.SIGKILL
-        whole = [asked for asked, span in server.asked if span.startswith("bytes=0-")]
+        whole = [
+            asked for asked, span in server.asked if span.startswith("bytes=0-")
+        ]
     # The killed process may have begun copies that others made again: of the file that it read, and of the next two.
     assert len(whole) <= len(set(whole)) + 3
 
@@ -164,7 +180,8 @@ def test_host_cache_keeps_a_file_of_unknown_size(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [(None, "a"), ("a", None), ("a", "a"), ("a", "b"), (None, None)]
+    ("first", "then"),
+    [(None, "a"), ("a", None), ("a", "a"), ("a", "b"), (None, None)],
 )
 def test_host_cache_does_not_matter_to_a_resume(first, then, tmp_path):
     with serving(
@@ -173,9 +190,9 @@ def test_host_cache_does_not_matter_to_a_resume(first, then, tmp_path):
 
         def loader(folder):
             cache_dir = None if folder is None else tmp_path / folder
-            stream = Stream.lines(f"{server.url}/a.txt", cache_dir=cache_dir).map(
-                lambda line: np.array([int(line)])
-            )
+            stream = Stream.lines(
+                f"{server.url}/a.txt", cache_dir=cache_dir
+            ).map(lambda line: np.array([int(line)]))
             given = paddle.io.DataLoader(stream, batch_size=4)
             return paddle_shard.shard_dataloader(given, ONE, shard_dims="x")
 
@@ -191,5 +208,7 @@ def test_host_cache_does_not_matter_to_a_resume(first, then, tmp_path):
 @pytest.mark.parametrize("kind", CACHED)
 @pytest.mark.parametrize("given", ["s3://bucket/cache", "https://host/cache"])
 def test_host_cache_must_be_a_folder_of_this_host(kind, given):
-    with pytest.raises(ArgumentError, match=f"cache_dir must be .*got {given!r}"):
+    with pytest.raises(
+        ArgumentError, match=f"cache_dir must be .*got {given!r}"
+    ):
         CACHED[kind]("https://host/data", cache_dir=given)

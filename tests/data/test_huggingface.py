@@ -22,14 +22,18 @@ datasets = needs("datasets")
 
 
 def streamed(length=24, num_shards=4):
-    return datasets.Dataset.from_dict({"id": list(range(length))}).to_iterable_dataset(
-        num_shards=num_shards
-    )
+    return datasets.Dataset.from_dict(
+        {"id": list(range(length))}
+    ).to_iterable_dataset(num_shards=num_shards)
 
 
 def read_all(source, num_parts=1, **what):
-    opening = Opening(parts=tuple(range(num_parts)), num_parts=num_parts, **what)
-    return [[sample["id"] for sample in items] for items in source.open(opening)]
+    opening = Opening(
+        parts=tuple(range(num_parts)), num_parts=num_parts, **what
+    )
+    return [
+        [sample["id"] for sample in items] for items in source.open(opening)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -55,12 +59,15 @@ def test_huggingface_data_meets_the_laws(source, workers):
 @pytest.mark.parametrize("num_parts", [1, 3, 4])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_huggingface_parts_are_every_sample_once(num_parts, shuffled):
-    dataset = streamed().shuffle(seed=1, buffer_size=3) if shuffled else streamed()
+    dataset = (
+        streamed().shuffle(seed=1, buffer_size=3) if shuffled else streamed()
+    )
     source = HuggingFaceSource(dataset)
     epochs = [read_all(source, num_parts, epoch=epoch) for epoch in range(3)]
 
     assert all(
-        sorted(i for part in epoch for i in part) == list(range(24)) for epoch in epochs
+        sorted(i for part in epoch for i in part) == list(range(24))
+        for epoch in epochs
     )
     assert read_all(source, num_parts, epoch=1, skip=2) == [
         part[2:] for part in epochs[1]
@@ -96,7 +103,9 @@ def test_huggingface_data_is_read_in_batches_or_one_by_one():
         ]
 
     found = batches(dataset, 0)
-    assert sorted(i for batch in found for i in batch["id"]) == sorted([*range(20)])
+    assert sorted(i for batch in found for i in batch["id"]) == sorted(
+        [*range(20)]
+    )
     assert all(
         x == [i, i]
         for batch in found
@@ -125,8 +134,14 @@ def test_huggingface_column_that_no_tensor_holds_is_named(streams):
         "image": [images.fromarray(np.zeros((2, 2), np.uint8))] * 8,
         "labels": [*"abcdefgh"],
     }
-    dataset = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
-    given = Stream.huggingface(dataset.to_iterable_dataset()) if streams else dataset
+    dataset = datasets.Dataset.from_dict(rows).cast_column(
+        "image", datasets.Image()
+    )
+    given = (
+        Stream.huggingface(dataset.to_iterable_dataset())
+        if streams
+        else dataset
+    )
     loader = paddle_shard.shard_dataloader(
         paddle.io.DataLoader(given, batch_size=4), dist.ProcessMesh([0])
     )
@@ -153,7 +168,10 @@ def test_huggingface_map_draws_by_part_and_sample_alone():
             seed=seed,
             rng=SeededBy(lambda s, n=0: np.random.seed((s + n) % 2**32)),
         )
-        return [[sample["noise"] for sample in items] for items in source.open(opening)]
+        return [
+            [sample["noise"] for sample in items]
+            for items in source.open(opening)
+        ]
 
     assert read(1) == read(1) != read(2)
 
@@ -176,10 +194,16 @@ def test_fewer_shards_than_parts_are_refused_with_what_works():
 
 def test_huggingface_stream_of_one_shard_may_stay_whole():
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
-    stream = Stream.of(streamed(num_shards=1)).map(lambda sample: (sample["id"], 0.0))
-    loader = paddle.io.DataLoader(stream.in_parts(4), batch_size=8, num_workers=2)
+    stream = Stream.of(streamed(num_shards=1)).map(
+        lambda sample: (sample["id"], 0.0)
+    )
+    loader = paddle.io.DataLoader(
+        stream.in_parts(4), batch_size=8, num_workers=2
+    )
 
-    steps = steps_of(paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp"))
+    steps = steps_of(
+        paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp")
+    )
 
     assert [[i for i, _ in step] for step in steps] == [
         list(range(0, 8)),
@@ -189,14 +213,18 @@ def test_huggingface_stream_of_one_shard_may_stay_whole():
 
 
 def test_huggingface_data_that_would_lose_samples_is_rejected():
-    with pytest.raises(SplitError, match=r"split_dataset_by_node \(rank 1 of 2\)"):
+    with pytest.raises(
+        SplitError, match=r"split_dataset_by_node \(rank 1 of 2\)"
+    ):
         HuggingFaceSource(
             needs("datasets.distributed").split_dataset_by_node(
                 streamed(), rank=1, world_size=2
             )
         )
     with pytest.raises(ArgumentError, match="shuffled without a seed"):
-        HuggingFaceSource(streamed().shuffle(buffer_size=3).map(lambda sample: sample))
+        HuggingFaceSource(
+            streamed().shuffle(buffer_size=3).map(lambda sample: sample)
+        )
     with pytest.raises(
         ArgumentTypeError,
         match=r"got Dataset\. .*give data with an index to paddle\.io",
@@ -224,7 +252,9 @@ def test_huggingface_shuffle_seed_is_in_the_fingerprint():
 def test_huggingface_names_the_extra_it_needs(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
 
-    with pytest.raises(MissingDependencyError, match=r"paddle_shard\[huggingface\]"):
+    with pytest.raises(
+        MissingDependencyError, match=r"paddle_shard\[huggingface\]"
+    ):
         HuggingFaceSource(None)
 
 
@@ -238,7 +268,9 @@ def test_huggingface_shards_must_suit_the_ranks(caplog):
             paddle.io.DataLoader(stream, batch_size=size), mesh, shard_dims="dp"
         )
 
-    with pytest.raises(ArgumentError, match=r"in_parts\(1\): .* of the 2 data ranks\."):
+    with pytest.raises(
+        ArgumentError, match=r"in_parts\(1\): .* of the 2 data ranks\."
+    ):
         made(1, 8, 2)
     with pytest.raises(
         ArgumentError,
@@ -255,7 +287,9 @@ def test_huggingface_padding_names_shards_as_its_cause(caplog):
     dataset = datasets.IterableDataset.from_generator(
         rows, gen_kwargs={"sizes": [40, 3, 5, 9]}
     )
-    given = paddle.io.DataLoader(Stream.huggingface(dataset).in_parts(4), batch_size=8)
+    given = paddle.io.DataLoader(
+        Stream.huggingface(dataset).in_parts(4), batch_size=8
+    )
     loader = paddle_shard.shard_dataloader(
         given, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp"
     )

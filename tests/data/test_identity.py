@@ -14,7 +14,9 @@ def identity(stream):
 
 
 def lines_of(folder):
-    return Stream.lines(sorted(folder.iterdir()), counts=False).map(int).shuffle(4)
+    return (
+        Stream.lines(sorted(folder.iterdir()), counts=False).map(int).shuffle(4)
+    )
 
 
 @pytest.fixture
@@ -76,19 +78,23 @@ def test_files_identity_of_row_groups_has_each_file_once(tmp_path):
     import pyarrow.parquet
 
     pyarrow.parquet.write_table(
-        pa.table({"x": list(range(20))}), tmp_path / "a.parquet", row_group_size=5
+        pa.table({"x": list(range(20))}),
+        tmp_path / "a.parquet",
+        row_group_size=5,
     )
 
-    assert [name for name, *_ in identity(Stream.parquet(tmp_path / "a.parquet"))] == [
-        "a.parquet"
-    ]
+    assert [
+        name for name, *_ in identity(Stream.parquet(tmp_path / "a.parquet"))
+    ] == ["a.parquet"]
 
 
 def test_files_identity_takes_names_that_are_no_files(folder):
     stream = lines_of(folder)
     (folder / "2.txt").unlink()
 
-    assert [known for name, *known in identity(stream) if name == "2.txt"] == [[0, ""]]
+    assert [known for name, *known in identity(stream) if name == "2.txt"] == [
+        [0, ""]
+    ]
 
 
 def test_files_identity_is_empty_without_files():

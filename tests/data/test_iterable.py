@@ -22,7 +22,9 @@ def seed_generators(key, number=None):
 
 
 def opening(**options):
-    return Opening(parts=(0,), num_parts=1, rng=SeededBy(seed_generators), **options)
+    return Opening(
+        parts=(0,), num_parts=1, rng=SeededBy(seed_generators), **options
+    )
 
 
 def read(source, **options):
@@ -70,11 +72,19 @@ kinds = st.sampled_from(sorted(KINDS))
     skip=st.integers(0, 12),
 )
 def test_iterable_is_iterated_from_a_position(kind, samples, skip):
-    assert read(IterableSource(KINDS[kind](samples)), skip=skip) == samples[skip:]
+    assert (
+        read(IterableSource(KINDS[kind](samples)), skip=skip) == samples[skip:]
+    )
 
 
-@given(kind=kinds, samples=st.lists(st.integers(), max_size=9), skip=st.integers(0, 12))
-def test_stream_length_is_known_and_independent_of_the_position(kind, samples, skip):
+@given(
+    kind=kinds,
+    samples=st.lists(st.integers(), max_size=9),
+    skip=st.integers(0, 12),
+)
+def test_stream_length_is_known_and_independent_of_the_position(
+    kind, samples, skip
+):
     known = kind in ("list", "tuple", "array", "deque")
 
     assert IterableSource(KINDS[kind](samples)).lengths(opening(skip=skip)) == (
@@ -163,12 +173,16 @@ def test_random_stream_is_alike_for_readers_and_anew_by_epoch(
         for how in ({"epoch": 1}, {"seed": 1}, {"round": 1})
     ]
     assert all(
-        a[1:] != b[1:] for other in others for a, b in zip(straight, other, strict=True)
+        a[1:] != b[1:]
+        for other in others
+        for a, b in zip(straight, other, strict=True)
     )
 
 
 @pytest.mark.parametrize(
-    "make", [lambda fail: fail, lambda fail: Failing()], ids=["function", "list"]
+    "make",
+    [lambda fail: fail, lambda fail: Failing()],
+    ids=["function", "list"],
 )
 def test_exception_comes_out_where_it_was_raised(make):
     def fail():

@@ -24,9 +24,13 @@ def written(path, content):
         ('"\u00fc"\n4.5'.encode(), ["\u00fc", 4.5]),
     ],
 )
-def test_jsonl_lines_that_are_not_blank_are_values(content, values, counts, tmp_path):
+def test_jsonl_lines_that_are_not_blank_are_values(
+    content, values, counts, tmp_path
+):
     assert (
-        list(Stream.jsonl(written(tmp_path / "a.jsonl", content), counts=counts))
+        list(
+            Stream.jsonl(written(tmp_path / "a.jsonl", content), counts=counts)
+        )
         == values
     )
 
@@ -55,7 +59,9 @@ def test_compressed_file_of_no_bytes_was_cut_off(tmp_path):
     stream = Stream.jsonl(path)
     assert list(stream) == [1, 2]
     written(path, b"")
-    with pytest.raises(ShardReadError, match=r"a.jsonl.gz.*the file has 0 bytes"):
+    with pytest.raises(
+        ShardReadError, match=r"a.jsonl.gz.*the file has 0 bytes"
+    ):
         list(stream)
     written(path, gzip.compress(b""))
     assert list(stream) == []

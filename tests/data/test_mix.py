@@ -42,9 +42,9 @@ def mixtures(draw):
         for source, lengths in enumerate(sources)
     ]
     weights = draw(
-        st.lists(st.integers(0, 4), min_size=len(lists), max_size=len(lists)).filter(
-            any
-        )
+        st.lists(
+            st.integers(0, 4), min_size=len(lists), max_size=len(lists)
+        ).filter(any)
     )
     return lists, weights, draw(st.sampled_from(["first", "all"]))
 
@@ -56,7 +56,9 @@ def mix(lists, weights, stop, says=None):
         for name, parts, say in zip(NAMES, lists, says, strict=False)
     }
     names = tuple(stages)
-    return Mix(stages, schedule(names, dict(zip(names, weights, strict=True))), stop)
+    return Mix(
+        stages, schedule(names, dict(zip(names, weights, strict=True))), stop
+    )
 
 
 def by_hand(lists, weights, stop, part):
@@ -64,7 +66,9 @@ def by_hand(lists, weights, stop, part):
     drawn = [at for at, weight in enumerate(weights) if weight]
     at, ended, found = dict.fromkeys(drawn, 0), set(), []
     for source in (
-        WeightedInterleave(tuple(weights)).sources_at(np.arange(500))[0].tolist()
+        WeightedInterleave(tuple(weights))
+        .sources_at(np.arange(500))[0]
+        .tolist()
     ):
         own = lists[source][part]
         if at[source] == len(own):
@@ -81,7 +85,9 @@ def by_hand(lists, weights, stop, part):
 def test_part_draws_from_the_same_part_of_each_source(mixture, data):
     lists, weights, _ = mixture
     num_parts = len(lists[0])
-    says = data.draw(st.lists(st.booleans(), min_size=len(lists), max_size=len(lists)))
+    says = data.draw(
+        st.lists(st.booleans(), min_size=len(lists), max_size=len(lists))
+    )
     stage, wanted = (
         mix(*mixture, says),
         [by_hand(*mixture, part) for part in range(num_parts)],
@@ -98,7 +104,8 @@ def test_part_draws_from_the_same_part_of_each_source(mixture, data):
         st.integers(0, max(map(len, wanted)) + 9)
     )  # a part that has ended is passed over
     resumed = [
-        list(islice(items, 999)) for items in stage.open(opening(num_parts, skip=skip))
+        list(islice(items, 999))
+        for items in stage.open(opening(num_parts, skip=skip))
     ]
     assert resumed == [part[skip:] for part in wanted]
     held = data.draw(st.sets(st.integers(0, num_parts - 1), min_size=1))
@@ -127,7 +134,9 @@ def test_mixed_stages_have_their_own_random_numbers(
         for s, (name, n) in enumerate(zip(NAMES, lengths, strict=False))
     }
     names = tuple(stages)
-    stage = Shuffle(Mix(stages, schedule(names, dict.fromkeys(names, 1)), stop), 3)
+    stage = Shuffle(
+        Mix(stages, schedule(names, dict.fromkeys(names, 1)), stop), 3
+    )
 
     straight = contents(stage, opening(num_parts, seed=seed))
     skip = min(skip, *map(len, straight))
@@ -162,8 +171,12 @@ def test_mixed_sources_are_near_their_share_at_every_prefix():
 def test_endless_sources_end_nothing():
     endless, short = Repeat(Parts([[1, 2]])), Parts([[10, 20, 30]])
     names = ("a", "b")
-    one = Mix({"a": endless, "b": short}, schedule(names, {"a": 1, "b": 1}), "first")
-    every = Mix({"a": endless, "b": short}, schedule(names, {"a": 1, "b": 1}), "all")
+    one = Mix(
+        {"a": endless, "b": short}, schedule(names, {"a": 1, "b": 1}), "first"
+    )
+    every = Mix(
+        {"a": endless, "b": short}, schedule(names, {"a": 1, "b": 1}), "all"
+    )
 
     assert contents(one, opening())[0] == [1, 10, 2, 20, 1, 30, 2]
     assert not one.endless
@@ -195,14 +208,24 @@ def test_sample_is_named_by_its_source():
     [
         ({"a": [1, 2]}, {}, ArgumentTypeError, "source 'a' must be a Stream"),
         ({}, {}, ArgumentError, "got 0"),
-        ({"a": Stream.of([1])}, {"stop": "last"}, ArgumentError, "stop must be"),
+        (
+            {"a": Stream.of([1])},
+            {"stop": "last"},
+            ArgumentError,
+            "stop must be",
+        ),
         (
             {"a": Stream.of([1])},
             {"weights": {"b": 1}},
             ArgumentError,
             "weights: unknown sources ['b']",
         ),
-        ({"a": Stream.of(iter([1]))}, {}, ArgumentError, "can be opened only once"),
+        (
+            {"a": Stream.of(iter([1]))},
+            {},
+            ArgumentError,
+            "can be opened only once",
+        ),
     ],
 )
 def test_bad_arguments_are_named(sources, options, error, says):
@@ -234,7 +257,9 @@ def test_mixed_weights_may_change_and_a_source_may_join():
         "b": Stream.of(list(range(1000, 1100))),
     }
     mixed = list(
-        Stream.mixture(streams, [(0, {"a": 1}), (6, {"a": 1, "b": 1}), (12, {"b": 1})])
+        Stream.mixture(
+            streams, [(0, {"a": 1}), (6, {"a": 1, "b": 1}), (12, {"b": 1})]
+        )
     )
 
     assert mixed[:6] == list(range(6))

@@ -54,7 +54,9 @@ def spellings(paths, monkeypatch, root):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_copies_in_other_folders_are_the_same_data(kind, layout, tmp_path, monkeypatch):
+def test_copies_in_other_folders_are_the_same_data(
+    kind, layout, tmp_path, monkeypatch
+):
     ending, make = kind.ending, kind.stream
     here = write(tmp_path / "here", layout, ending)
     there = write(tmp_path / "some" / "where" / "else", layout, ending)
@@ -65,21 +67,32 @@ def test_copies_in_other_folders_are_the_same_data(kind, layout, tmp_path, monke
         for spelling, paths in spellings(copies, monkeypatch, tmp_path)
     }
 
-    assert all(one == two for one, two in itertools.pairwise(found.values())), found
+    assert all(one == two for one, two in itertools.pairwise(found.values())), (
+        found
+    )
 
 
 def other_files():
     """Files of the same names, of which one holds more."""
-    more = {f"7.{kind.ending}": kind.content(range(60)) for kind in FILE_KINDS.values()}
+    more = {
+        f"7.{kind.ending}": kind.content(range(60))
+        for kind in FILE_KINDS.values()
+    }
     return {**files(), **more}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_moved_files_with_another_name_or_content_are_refused(kind, layout, tmp_path):
+def test_moved_files_with_another_name_or_content_are_refused(
+    kind, layout, tmp_path
+):
     ending, make = kind.ending, kind.stream
-    before = stage_of(make(write(tmp_path / "before", layout, ending))).fingerprint()
+    before = stage_of(
+        make(write(tmp_path / "before", layout, ending))
+    ).fingerprint()
     renamed = write(tmp_path / "renamed", layout, ending)
-    renamed[-1] = str(Path(renamed[-1]).rename(tmp_path / "renamed" / f"new.{ending}"))
+    renamed[-1] = str(
+        Path(renamed[-1]).rename(tmp_path / "renamed" / f"new.{ending}")
+    )
     other = write(tmp_path / "other", layout, ending, other_files())
 
     assert stage_of(make(renamed)).fingerprint() != before
@@ -91,10 +104,15 @@ def test_run_is_resumed_from_moved_files_and_not_from_others(kind, tmp_path):
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
 
     def loader(folder):
-        paths = [str(folder / f"{name}.{ending}") for name in LAYOUTS["folders"]]
+        paths = [
+            str(folder / f"{name}.{ending}") for name in LAYOUTS["folders"]
+        ]
         stream = make(paths).map(str)
         return paddle_shard.shard_dataloader(
-            paddle.io.DataLoader(stream, batch_size=8), mesh, shard_dims="dp", seed=3
+            paddle.io.DataLoader(stream, batch_size=8),
+            mesh,
+            shard_dims="dp",
+            seed=3,
         )
 
     write(tmp_path / "old", "folders", ending)
@@ -132,7 +150,10 @@ def without_its_path(sample):
 
 def values(batch):
     return map_leaves(
-        batch, lambda leaf, _: local(leaf) if isinstance(leaf, paddle.Tensor) else leaf
+        batch,
+        lambda leaf, _: (
+            local(leaf) if isinstance(leaf, paddle.Tensor) else leaf
+        ),
     )
 
 

@@ -20,7 +20,9 @@ KINDS = {
 NEEDS = {"tar": "webdataset", "parquet": "pyarrow"}
 
 
-@pytest.fixture(params=[kind for kind in KINDS if find_spec(NEEDS.get(kind, "os"))])
+@pytest.fixture(
+    params=[kind for kind in KINDS if find_spec(NEEDS.get(kind, "os"))]
+)
 def kind(request):
     return request.param
 
@@ -42,7 +44,9 @@ def order(stream):
     return stage_of(stream).fingerprint(), list(map(str, stream))
 
 
-def test_pattern_is_the_sorted_list_of_what_matches_it(kind, folder, monkeypatch):
+def test_pattern_is_the_sorted_list_of_what_matches_it(
+    kind, folder, monkeypatch
+):
     monkeypatch.chdir(folder.parent)
     expected = order(KINDS[kind](names(folder, kind), shuffle_shards=False))
 
@@ -59,13 +63,17 @@ def test_pattern_is_the_sorted_list_of_what_matches_it(kind, folder, monkeypatch
 
 
 def test_pattern_without_a_match_is_an_error_that_names_it(kind, folder):
-    with pytest.raises(ArgumentError, match=rf"{folder}/x\*\.{kind}.*matches no file"):
+    with pytest.raises(
+        ArgumentError, match=rf"{folder}/x\*\.{kind}.*matches no file"
+    ):
         KINDS[kind]([str(folder / f"0.{kind}"), f"{folder}/x*.{kind}"])
 
 
 @pytest.mark.parametrize("base", ["http://host", "s3://bucket"])
 def test_pattern_of_remote_files_is_refused_with_the_fix(kind, base):
-    with pytest.raises(ArgumentError, match=rf"{base}/\*\.{kind}.*[Gg]ive the list"):
+    with pytest.raises(
+        ArgumentError, match=rf"{base}/\*\.{kind}.*[Gg]ive the list"
+    ):
         KINDS[kind](f"{base}/*.{kind}?key=*")
 
 
@@ -85,5 +93,7 @@ def test_names_that_look_like_patterns_may_be_files(tmp_path):
 def test_index_command_takes_patterns(folder, capsys):
     assert main(["index", f"{folder}/*.tar", "-o", f"{folder}/index.json"]) == 0
     assert "in 8 shards" in capsys.readouterr().out
-    assert main(["index", f"{folder}/x*.tar", "-o", f"{folder}/index.json"]) == 2
+    assert (
+        main(["index", f"{folder}/x*.tar", "-o", f"{folder}/index.json"]) == 2
+    )
     assert "matches no file" in capsys.readouterr().err

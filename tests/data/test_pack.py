@@ -12,7 +12,8 @@ from tests.trials import trials
 
 def documents(lengths):
     return [
-        100 * number + np.arange(1, length + 1) for number, length in enumerate(lengths)
+        100 * number + np.arange(1, length + 1)
+        for number, length in enumerate(lengths)
     ]
 
 
@@ -23,7 +24,9 @@ def documents(lengths):
     window=st.integers(1, 8),
     long=st.sampled_from(["split", "drop"]),
 )
-def test_pack_puts_every_token_in_one_row_of_its_window(lengths, length, window, long):
+def test_pack_puts_every_token_in_one_row_of_its_window(
+    lengths, length, window, long
+):
     rows = list(
         Stream.of(documents(lengths)).pack(
             length, window=window, long=long, labels="labels"
@@ -36,7 +39,9 @@ def test_pack_puts_every_token_in_one_row_of_its_window(lengths, length, window,
         found.append(row["input_ids"][real].tolist())
         assert row["input_ids"].shape == (length,)
         assert row["cu_seqlens"].shape == (length + 2,)
-        for token, label in zip(found[-1], row["labels"][real].tolist(), strict=True):
+        for token, label in zip(
+            found[-1], row["labels"][real].tolist(), strict=True
+        ):
             number, place = divmod(token, 100)
             assert label == (token + 1 if place < lengths[number] else -100)
 
@@ -52,7 +57,9 @@ def test_pack_puts_every_token_in_one_row_of_its_window(lengths, length, window,
 
 def test_shuffle_before_it_loses_no_token():
     stream = (
-        Stream.of(documents([3, 9, 4, 4, 7, 1, 2, 8] * 6)).shuffle(6).pack(8, window=7)
+        Stream.of(documents([3, 9, 4, 4, 7, 1, 2, 8] * 6))
+        .shuffle(6)
+        .pack(8, window=7)
     )
     straight = [row["input_ids"].tolist() for row in stream]
 
@@ -64,7 +71,10 @@ def test_shuffle_before_it_loses_no_token():
     [
         ({"length": 0}, "length must be an int >= 1"),
         ({"window": 0}, r"window must be an int in \[1, 65536\], got 0"),
-        ({"window": 65537}, r"window must be an int in \[1, 65536\], got 65537"),
+        (
+            {"window": 65537},
+            r"window must be an int in \[1, 65536\], got 65537",
+        ),
         ({"long": "cut"}, "long must be .split. or .drop."),
         ({"labels": "input_ids"}, "must differ from each other"),
     ],

@@ -47,8 +47,14 @@ LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
 
 
 @settings(max_examples=trials(100))
-@given(lengths=LENGTHS, length=st.integers(1, 16), window=st.sampled_from([2, 4096]))
-def test_packed_tokens_are_delivered_once_with_their_targets(lengths, length, window):
+@given(
+    lengths=LENGTHS,
+    length=st.integers(1, 16),
+    window=st.sampled_from([2, 4096]),
+)
+def test_packed_tokens_are_delivered_once_with_their_targets(
+    lengths, length, window
+):
     packed = Packed(
         Texts(lengths), length, lengths=lengths, labels="labels", window=window
     )
@@ -67,9 +73,13 @@ def test_packed_tokens_are_delivered_once_with_their_targets(lengths, length, wi
         assert (row["mask"] == real).all()
         assert not row["input_ids"][~real].any()
         assert (row["labels"][~real] == -100).all()
-        for token, label in zip(tokens, row["labels"][real].tolist(), strict=True):
+        for token, label in zip(
+            tokens, row["labels"][real].tolist(), strict=True
+        ):
             document, place = divmod(token - 1, 1000)
-            assert label == (token + 1 if place + 1 < lengths[document] else -100)
+            assert label == (
+                token + 1 if place + 1 < lengths[document] else -100
+            )
         check_segments(row, length)
 
     assert sorted(seen) == [
@@ -92,7 +102,9 @@ def check_segments(row, length):
     assert int(row["max_seqlen"]) == max(b - a for a, b in sequences)
     for number, (begin, end) in enumerate(sequences):
         padding = segments[begin] == 0
-        assert segments[begin:end] == [0 if padding else number + 1] * (end - begin)
+        assert segments[begin:end] == [0 if padding else number + 1] * (
+            end - begin
+        )
         assert positions[begin:end] == (
             [0] * (end - begin) if padding else list(range(end - begin))
         )
@@ -100,11 +112,14 @@ def check_segments(row, length):
 
 
 def ids_of(batches):
-    return [batch["input_ids"]._local_value().numpy().tolist() for batch in batches]
+    return [
+        batch["input_ids"]._local_value().numpy().tolist() for batch in batches
+    ]
 
 
 @pytest.mark.parametrize(
-    ("workers", "shuffle"), [(0, False), (2, True), (0, "blocks"), (2, "blocks")]
+    ("workers", "shuffle"),
+    [(0, False), (2, True), (0, "blocks"), (2, "blocks")],
 )
 def test_packed_rows_resume_on_another_mesh(workers, shuffle):
     lengths = np.random.default_rng(0).integers(1, 40, 60).tolist()
@@ -112,7 +127,10 @@ def test_packed_rows_resume_on_another_mesh(workers, shuffle):
     def loader(at, batch_size, workers=0):
         packed = Packed(Texts(lengths), 16, lengths=lengths, window=8)
         given = DataLoader(
-            packed, batch_size=batch_size, shuffle=shuffle is True, num_workers=workers
+            packed,
+            batch_size=batch_size,
+            shuffle=shuffle is True,
+            num_workers=workers,
         )
         return sharded(
             given,
@@ -135,7 +153,9 @@ def test_packed_rows_resume_on_another_mesh(workers, shuffle):
     per_rank = on_each_rank([0, 1], first)
     before = [
         row
-        for parts in zip(*(found for found, _ in per_rank.values()), strict=True)
+        for parts in zip(
+            *(found for found, _ in per_rank.values()), strict=True
+        )
         for part in parts
         for row in part
     ]
@@ -161,9 +181,12 @@ def test_state_of_other_lengths_is_refused():
     )
     with pytest.raises(StateError, match="packed: saved"):
         sharded(
-            DataLoader(Packed(Texts(other), 8, lengths=other), batch_size=2), ONE
+            DataLoader(Packed(Texts(other), 8, lengths=other), batch_size=2),
+            ONE,
         ).load_state_dict(states[0])
-    mixed = [Mixture({"a": Packed(Texts(n), 8, lengths=n)}) for n in (one, other)]
+    mixed = [
+        Mixture({"a": Packed(Texts(n), 8, lengths=n)}) for n in (one, other)
+    ]
     state = sharded(DataLoader(mixed[0], batch_size=2), ONE).state_dict()
     with pytest.raises(StateError, match="packed: saved"):
         sharded(DataLoader(mixed[1], batch_size=2), ONE).load_state_dict(state)
@@ -182,13 +205,16 @@ def test_packed_sources_of_a_mixture_have_rows_of_one_form():
         for name, n in (("few", few), ("many", many))
     }
     assert len(list(DataLoader(Mixture(made), batch_size=3))) == 1
-    with pytest.raises(ArgumentError, match="max_pieces=8, but a row holds 9 pieces"):
+    with pytest.raises(
+        ArgumentError, match="max_pieces=8, but a row holds 9 pieces"
+    ):
         Packed(Texts(many), 9, lengths=many, max_pieces=8)
 
 
 def test_sources_of_a_mixture_may_be_packed():
     packed = {
-        name: Packed(Texts([9] * 20), 10, lengths=[9] * 20) for name in ("web", "code")
+        name: Packed(Texts([9] * 20), 10, lengths=[9] * 20)
+        for name in ("web", "code")
     }
     loader = sharded(
         DataLoader(
@@ -255,7 +281,9 @@ def test_error_names_the_row_and_its_documents(workers):
 
 
 def test_packed_lengths_that_are_wrong_are_found_on_reading():
-    with pytest.raises(ValueError, match="document 1 has 3 tokens, but 2 by lengths="):
+    with pytest.raises(
+        ValueError, match="document 1 has 3 tokens, but 2 by lengths="
+    ):
         rows(Packed(Texts([4, 3]), 8, lengths=[4, 2]))
 
 
@@ -271,7 +299,9 @@ def test_documents_of_other_fields_or_dtypes_are_named():
         rows(Packed([other, one], 8, lengths=[3, 3]))
     with pytest.raises(ValueError, match="dtype float64 and shape"):
         rows(Packed([np.arange(3), np.ones(3)], 8, lengths=[3, 3]))
-    with pytest.raises(ValueError, match=r"has the fields \['position_ids'\] already"):
+    with pytest.raises(
+        ValueError, match=r"has the fields \['position_ids'\] already"
+    ):
         rows(
             Packed(
                 [{"input_ids": np.arange(3), "position_ids": np.arange(3)}],
@@ -284,11 +314,23 @@ def test_documents_of_other_fields_or_dtypes_are_named():
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"lengths": [1]}, ArgumentError, "an entry for each of the 2 documents"),
+        (
+            {"lengths": [1]},
+            ArgumentError,
+            "an entry for each of the 2 documents",
+        ),
         ({"long": "cut"}, ArgumentError, "long must be .split. or .drop."),
         ({"length": 0}, ArgumentError, "length must be an int"),
-        ({"documents": iter([])}, ArgumentTypeError, "must have a length and an index"),
-        ({"documents": "text"}, ArgumentTypeError, "must have a length and an index"),
+        (
+            {"documents": iter([])},
+            ArgumentTypeError,
+            "must have a length and an index",
+        ),
+        (
+            {"documents": "text"},
+            ArgumentTypeError,
+            "must have a length and an index",
+        ),
         (
             {"documents": [1, 2], "lengths": None},
             ArgumentError,
@@ -306,22 +348,37 @@ def test_documents_of_other_fields_or_dtypes_are_named():
             ArgumentError,
             "ignore_index must be an int in .*, got 1.5",
         ),
-        ({"ignore_index": 2**70}, ArgumentError, "ignore_index must be an int in"),
+        (
+            {"ignore_index": 2**70},
+            ArgumentError,
+            "ignore_index must be an int in",
+        ),
     ],
 )
 def test_bad_arguments_are_named(options, error, says):
-    given = {"documents": Texts([3, 4]), "length": 8, "lengths": [3, 4], **options}
+    given = {
+        "documents": Texts([3, 4]),
+        "length": 8,
+        "lengths": [3, 4],
+        **options,
+    }
     with pytest.raises(error, match=says):
         Packed(given.pop("documents"), given.pop("length"), **given)
 
 
 def test_packed_field_as_long_as_a_document_is_named():
     documents = [
-        {"input_ids": np.arange(size), "mask": np.ones(size, bool), "box": np.zeros(4)}
+        {
+            "input_ids": np.arange(size),
+            "mask": np.ones(size, bool),
+            "box": np.zeros(4),
+        }
         for size in (4, 3)
     ]
 
-    with pytest.raises(ValueError, match="document 1 .*, but document 0 has .*'box'"):
+    with pytest.raises(
+        ValueError, match="document 1 .*, but document 0 has .*'box'"
+    ):
         Packed(documents, 8)[0]
 
 
@@ -354,11 +411,13 @@ def test_unsigned_tokens_stay_numbers():
 
 def test_text_unknown_pads_and_labels_without_a_name_are_refused():
     with pytest.raises(
-        ArgumentError, match="a document is text, 'abc'; give the numbers of its tokens"
+        ArgumentError,
+        match="a document is text, 'abc'; give the numbers of its tokens",
     ):
         Packed(["abc"], 4)
     with pytest.raises(
-        ArgumentError, match="labels must be the name of a field or None, got True"
+        ArgumentError,
+        match="labels must be the name of a field or None, got True",
     ):
         Packed([np.arange(3)], 4, labels=True)
     with pytest.raises(
@@ -369,7 +428,9 @@ def test_text_unknown_pads_and_labels_without_a_name_are_refused():
 
 def test_packed_documents_may_grow_only_between_epochs():
     def loader(number):
-        return sharded(DataLoader(Packed(Texts([5] * number), 12), batch_size=2), ONE)
+        return sharded(
+            DataLoader(Packed(Texts([5] * number), 12), batch_size=2), ONE
+        )
 
     old = loader(20)
     batches = iter(old)
@@ -401,9 +462,9 @@ def test_packed_source_may_join_a_mixture():
     new.load_state_dict(old.state_dict())
     assert len(list(new)) == 5
     with pytest.raises(StateError, match=r"mixture: saved .*, packed: saved"):
-        loader([begun, joins], a=rows(20), b=rows(31), c=rows(10)).load_state_dict(
-            old.state_dict()
-        )
+        loader(
+            [begun, joins], a=rows(20), b=rows(31), c=rows(10)
+        ).load_state_dict(old.state_dict())
 
 
 def test_documents_that_are_empty_or_too_long_are_left_out():
@@ -441,7 +502,13 @@ def test_pad_value_that_the_field_cannot_hold_is_refused(pad):
 def test_packed_fills_labels_of_the_documents_by_ignore_index():
     documents = [{"input_ids": np.arange(1, 4), "labels": np.arange(11, 14)}]
 
-    assert Packed(documents, 5)[0]["labels"].tolist() == [11, 12, 13, -100, -100]
+    assert Packed(documents, 5)[0]["labels"].tolist() == [
+        11,
+        12,
+        13,
+        -100,
+        -100,
+    ]
     row = Packed(documents, 5, ignore_index=-1)[0]
     assert row["labels"].tolist() == [11, 12, 13, -1, -1]
     row = Packed(documents, 5, pad_values={"labels": 0})[0]
@@ -453,7 +520,9 @@ class Drawn(Texts):
 
     def __getitem__(self, index):
         return {
-            "input_ids": np.full(self.lengths[index], np.random.randint(1, 1 << 40))
+            "input_ids": np.full(
+                self.lengths[index], np.random.randint(1, 1 << 40)
+            )
         }
 
 
@@ -516,7 +585,11 @@ def test_packed_rows_have_random_numbers_of_their_own(documents):
 def test_reading_a_row_oneself_draws_for_its_documents_only():
     class Paddles(Texts):
         def __getitem__(self, index):
-            return {"input_ids": paddle.randint(1, 1000, [self.lengths[index]]).numpy()}
+            return {
+                "input_ids": paddle.randint(
+                    1, 1000, [self.lengths[index]]
+                ).numpy()
+            }
 
     def draws(packed):
         paddle.seed(3)
@@ -527,13 +600,20 @@ def test_reading_a_row_oneself_draws_for_its_documents_only():
     assert draws(packed) == draws(packed)
 
 
-@pytest.mark.parametrize("lengths", [[3, 7, 12, 5, 5, 1, 9, 2, 4, 6, 6], [3, 7, 12, 5]])
+@pytest.mark.parametrize(
+    "lengths", [[3, 7, 12, 5, 5, 1, 9, 2, 4, 6, 6], [3, 7, 12, 5]]
+)
 @pytest.mark.parametrize("in_the_loop", [True, False])
-def test_packed_documents_may_change_at_the_end_of_an_epoch(lengths, in_the_loop):
+def test_packed_documents_may_change_at_the_end_of_an_epoch(
+    lengths, in_the_loop
+):
     def loader(lengths):
-        documents = [np.full(length, number) for number, length in enumerate(lengths)]
+        documents = [
+            np.full(length, number) for number, length in enumerate(lengths)
+        ]
         return sharded(
-            DataLoader(Packed(documents, length=6), batch_size=2, shuffle=True), ONE
+            DataLoader(Packed(documents, length=6), batch_size=2, shuffle=True),
+            ONE,
         )
 
     begun = loader([3, 7, 12, 5, 5, 1, 9, 2, 4])
@@ -543,11 +623,15 @@ def test_packed_documents_may_change_at_the_end_of_an_epoch(lengths, in_the_loop
     if not in_the_loop:
         assert next(batches, None) is None
     resumed, fresh = loader(lengths), loader(lengths)
-    resumed.load_state_dict(begun.state_dict(), override=["packed", "num_samples"])
+    resumed.load_state_dict(
+        begun.state_dict(), override=["packed", "num_samples"]
+    )
     fresh.set_epoch(1)
 
     if in_the_loop:
         assert list(resumed) == [], "nothing is left of that epoch"
-    rows = [[local(batch["input_ids"]) for batch in one] for one in (resumed, fresh)]
+    rows = [
+        [local(batch["input_ids"]) for batch in one] for one in (resumed, fresh)
+    ]
     assert rows[0] == rows[1]
     assert len(resumed) == len(rows[0]) == len(fresh)

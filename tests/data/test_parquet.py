@@ -9,7 +9,11 @@ from paddle_shard import Stream
 from paddle_shard.data.files import files as files_module
 from paddle_shard.data.files.parquet import parquet_source
 from paddle_shard.data.stages.stage import Opening
-from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError
+from paddle_shard.errors import (
+    ArgumentError,
+    MissingDependencyError,
+    ShardReadError,
+)
 from tests.data.http_server import serving
 from tests.data.source_laws import (
     FILE_KINDS,
@@ -59,8 +63,13 @@ def test_parquet_parts_are_equal_and_cut_row_groups(folder, num_parts):
     source = parquet_source(names(folder, "parquet"))
     parts = read_all(source, num_parts, epoch=2)
 
-    assert sorted(row["id"] for part in parts for row in part) == list(range(TOTAL))
-    assert {len(part) for part in parts} <= {TOTAL // num_parts, TOTAL // num_parts + 1}
+    assert sorted(row["id"] for part in parts for row in part) == list(
+        range(TOTAL)
+    )
+    assert {len(part) for part in parts} <= {
+        TOTAL // num_parts,
+        TOTAL // num_parts + 1,
+    }
     assert source.lengths(opening(num_parts)) == [len(part) for part in parts]
     assert source.num_shards == sum(-(-length // 5) for length in LENGTHS)
 
@@ -70,10 +79,14 @@ def test_parquet_opened_after_s_rows_drops_s(folder):
     straight = read_all(source, 3)
 
     for skip in range(19):
-        assert read_all(source, 3, skip=skip) == [part[skip:] for part in straight]
+        assert read_all(source, 3, skip=skip) == [
+            part[skip:] for part in straight
+        ]
 
 
-def test_parquet_fetches_only_the_groups_and_columns_needed(tmp_path, monkeypatch):
+def test_parquet_fetches_only_the_groups_and_columns_needed(
+    tmp_path, monkeypatch
+):
     fetched, opened = [], []
 
     class Counting(io.FileIO):
@@ -88,7 +101,10 @@ def test_parquet_fetches_only_the_groups_and_columns_needed(tmp_path, monkeypatc
     rng = np.random.default_rng(0)
     path = write(
         tmp_path / "a.parquet",
-        {"wide": [rng.bytes(2000) for _ in range(1000)], "narrow": np.arange(1000)},
+        {
+            "wide": [rng.bytes(2000) for _ in range(1000)],
+            "narrow": np.arange(1000),
+        },
         row_group_size=100,
         use_dictionary=False,
     )
@@ -105,7 +121,9 @@ def test_parquet_fetches_only_the_groups_and_columns_needed(tmp_path, monkeypatc
     assert [row["narrow"] for row in read_all(source, skip=950)[0]] == list(
         range(950, 1000)
     )
-    assert 0 < sum(fetched) < 80_000, "of 2 MB: the footer, and a column of a row group"
+    assert 0 < sum(fetched) < 80_000, (
+        "of 2 MB: the footer, and a column of a row group"
+    )
     for file in opened:
         file.close()
 
@@ -114,11 +132,13 @@ def test_parquet_types_become_what_is_promised(tmp_path):
     moment = datetime.datetime(2026, 1, 2, 3, 4, 5)
     east = moment.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
     square = pa.array(
-        [[[1, 2], [3, 4]], [[5, 6], [7, 8]]], pa.list_(pa.list_(pa.int16(), 2), 2)
+        [[[1, 2], [3, 4]], [[5, 6], [7, 8]]],
+        pa.list_(pa.list_(pa.int16(), 2), 2),
     )
     tensor_type = pa.fixed_shape_tensor(pa.float32(), [2, 3])
     tensor = pa.ExtensionArray.from_storage(
-        tensor_type, pa.array([[0.0, 1, 2, 3, 4, 5]] * 2, pa.list_(pa.float32(), 6))
+        tensor_type,
+        pa.array([[0.0, 1, 2, 3, 4, 5]] * 2, pa.list_(pa.float32(), 6)),
     )
     path = write(
         tmp_path / "a.parquet",
@@ -152,7 +172,8 @@ def test_parquet_types_become_what_is_promised(tmp_path):
     [[first, second]] = read_all(parquet_source(path))
 
     kinds = {
-        name: getattr(value, "dtype", type(value)) for name, value in first.items()
+        name: getattr(value, "dtype", type(value))
+        for name, value in first.items()
     }
     assert kinds == {
         **{
@@ -209,10 +230,14 @@ def test_times_in_int96_keep_their_year(unit, tmp_path):
     times = pa.array(np.array(days, "M8[s]"), pa.timestamp(unit))
     columns = {
         "time": times,
-        "times": pa.array([[time] for time in times], pa.list_(pa.timestamp(unit))),
+        "times": pa.array(
+            [[time] for time in times], pa.list_(pa.timestamp(unit))
+        ),
     }
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table(columns), path, use_deprecated_int96_timestamps=True)
+    pq.write_table(
+        pa.table(columns), path, use_deprecated_int96_timestamps=True
+    )
 
     rows = list(Stream.parquet(str(path), shuffle_shards=False))
 
@@ -224,7 +249,8 @@ def test_columns_come_in_the_order_that_is_asked_for(tmp_path):
     path = write(tmp_path / "a.parquet", {"a": [1], "b": [2], "c": [3]})
 
     assert [
-        list(row) for row in read_all(parquet_source(path, columns=["c", "a"]))[0]
+        list(row)
+        for row in read_all(parquet_source(path, columns=["c", "a"]))[0]
     ] == [["c", "a"]]
 
 
@@ -233,11 +259,14 @@ def test_parquet_null_is_an_error_or_none_if_allowed(tmp_path):
         "id": range(20),
         "age": [None if i in (13, 17) else i for i in range(20)],
         "place": [
-            None if i == 12 else {"x": None if i == 15 else i} for i in range(20)
+            None if i == 12 else {"x": None if i == 15 else i}
+            for i in range(20)
         ],
     }
     path = write(
-        tmp_path / "a.parquet", {**columns, "id": list(range(20))}, row_group_size=10
+        tmp_path / "a.parquet",
+        {**columns, "id": list(range(20))},
+        row_group_size=10,
     )
 
     with pytest.raises(
@@ -246,9 +275,14 @@ def test_parquet_null_is_an_error_or_none_if_allowed(tmp_path):
     ):
         read_all(parquet_source(path, columns=["id", "age"]))
     with pytest.raises(ShardReadError, match="column 'place': a value is null"):
-        read_all(parquet_source(path, columns=["place"], shuffle_shards=False), skip=11)
+        read_all(
+            parquet_source(path, columns=["place"], shuffle_shards=False),
+            skip=11,
+        )
     assert len(read_all(parquet_source(path, columns=["id"]))[0]) == 20
-    [rows] = read_all(parquet_source(path, allow_nulls=True, shuffle_shards=False))
+    [rows] = read_all(
+        parquet_source(path, allow_nulls=True, shuffle_shards=False)
+    )
     assert [row["age"] for row in rows] == columns["age"]
     assert [row["place"] for row in rows] == columns["place"]
     assert isinstance(rows[0]["age"], np.int64)
@@ -283,17 +317,23 @@ def test_parquet_null_inside_a_list_is_an_error(tmp_path):
         (["id", "Age"], "a.parquet has .*'age': .* to read are .*'Age': None"),
         ("id", "to read are {'i': None, 'd': None}"),
         (None, "b.parquet has the columns {'id': 'int64'}, .* 'age': 'int64'}"),
-        (["id"], "c.parquet has the columns {'id': 'string'}, .* {'id': 'int64'}"),
+        (
+            ["id"],
+            "c.parquet has the columns {'id': 'string'}, .* {'id': 'int64'}",
+        ),
     ],
 )
-def test_columns_that_are_not_in_all_files_alike_are_refused(columns, match, tmp_path):
+def test_columns_that_are_not_in_all_files_alike_are_refused(
+    columns, match, tmp_path
+):
     first = write(tmp_path / "a.parquet", {"id": [1], "age": [1]})
     second = write(tmp_path / "b.parquet", {"id": [1]})
     third = write(tmp_path / "c.parquet", {"id": ["1"]})
 
     with pytest.raises(ArgumentError, match=match):
         parquet_source(
-            [first, third] if columns == ["id"] else [first, second], columns=columns
+            [first, third] if columns == ["id"] else [first, second],
+            columns=columns,
         )
 
 
@@ -328,7 +368,9 @@ def test_parquet_file_that_changed_or_is_damaged_is_an_error(tmp_path):
     content = write(path, {"id": list(range(50))}).read_bytes()
     source = parquet_source(path)
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ShardReadError, match="row group 0 of .*a.parquet: reading"):
+    with pytest.raises(
+        ShardReadError, match="row group 0 of .*a.parquet: reading"
+    ):
         read_all(source)
 
 
@@ -341,7 +383,9 @@ def quick(monkeypatch):
 def contents():
     return {
         f"{number}.parquet": content
-        for number, content in enumerate(map(FILE_KINDS["parquet"].content, pieces()))
+        for number, content in enumerate(
+            map(FILE_KINDS["parquet"].content, pieces())
+        )
     }
 
 
@@ -417,8 +461,12 @@ def test_parquet_names_the_extra_it_needs(tmp_path, monkeypatch):
     monkeypatch.delitem(
         needs("fsspec.registry")._registry, "s3", raising=False
     )  # which another test has used
-    with pytest.raises(MissingDependencyError, match=r"s3fs.*paddle_shard\[sources\]"):
+    with pytest.raises(
+        MissingDependencyError, match=r"s3fs.*paddle_shard\[sources\]"
+    ):
         parquet_source("s3://another-bucket/a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(MissingDependencyError, match=r"paddle_shard\[parquet\]"):
+    with pytest.raises(
+        MissingDependencyError, match=r"paddle_shard\[parquet\]"
+    ):
         parquet_source(path)

@@ -31,7 +31,10 @@ FOLDER = f"s3://{BUCKET}"
 
 @pytest.fixture(scope="module")
 def server():
-    with serving_s3(files()) as environment, pytest.MonkeyPatch.context() as patch:
+    with (
+        serving_s3(files()) as environment,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         for name, value in environment.items():
             patch.setenv(name, value)
         yield environment["AWS_ENDPOINT_URL"]
@@ -51,7 +54,10 @@ def local(tmp_path_factory):
     "source",
     [
         "webdataset",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("lines", "parquet")),
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in ("lines", "parquet")
+        ),
     ],
 )
 def test_s3_files_meet_the_laws(server, local, source):
@@ -60,7 +66,12 @@ def test_s3_files_meet_the_laws(server, local, source):
 
 def test_http_files_by_fsspec_meet_the_laws(server, local):
     check_laws(
-        "lines", f"{server}/{BUCKET}", 0, stops=[3], oracle=local, workers_later=1
+        "lines",
+        f"{server}/{BUCKET}",
+        0,
+        stops=[3],
+        oracle=local,
+        workers_later=1,
     )
 
 
@@ -96,7 +107,8 @@ def test_s3_files_of_a_bucket_share_one_client(server, source, monkeypatch):
     def slowly(*args, made_by=fsspec.core.url_to_fs, **options):
         time.sleep(
             0.05
-        )  # as the first one does, which imports a library: all threads that ask meanwhile wait
+            # as the first one does, which imports a library: all threads that ask meanwhile wait
+        )
         return made_by(*args, **options)
 
     monkeypatch.setattr(class_, "set_session", counted)
@@ -115,7 +127,9 @@ def test_s3_file_that_is_missing_or_replaced_is_an_error(server):
     ):
         parquet_source(f"{FOLDER}/nine.parquet")
     source = parquet_source(names(FOLDER, "parquet"))
-    with fsspec.open(f"{FOLDER}/0.parquet", "rb", skip_instance_cache=True) as file:
+    with fsspec.open(
+        f"{FOLDER}/0.parquet", "rb", skip_instance_cache=True
+    ) as file:
         content = file.read()
     system, path = fsspec.core.url_to_fs(
         f"{FOLDER}/0.parquet", skip_instance_cache=True
@@ -126,7 +140,10 @@ def test_s3_file_that_is_missing_or_replaced_is_an_error(server):
             ShardReadError,
             match=r"row group \d of s3://bucket/0.parquet: reading sample 0 failed",
         ):
-            [list(items) for items in source.open(Opening(parts=(0,), num_parts=1))]
+            [
+                list(items)
+                for items in source.open(Opening(parts=(0,), num_parts=1))
+            ]
     finally:
         system.pipe_file(path, content)
 
@@ -139,7 +156,9 @@ def test_files_identity_changes_with_the_tag_of_an_s3_file(server, kind):
     def identity(first):
         for number in range(8):
             ids = range(first + 5 * number, first + 5 * number + 5)
-            system.pipe_file(f"{BUCKET}/anew/{number}.{ending}", content_of(ids))
+            system.pipe_file(
+                f"{BUCKET}/anew/{number}.{ending}", content_of(ids)
+            )
         return last_stage(SOURCES[kind](f"{FOLDER}/anew"))[0].files_identity()
 
     first = identity(1000)
@@ -149,7 +168,9 @@ def test_files_identity_changes_with_the_tag_of_an_s3_file(server, kind):
     assert all(size > 0 and tag for _, size, tag in first)
     assert identity(1000) == first, "the same content has the same tag"
     other = identity(5000)
-    assert all(now[2] != before[2] for now, before in zip(other, first, strict=True))
+    assert all(
+        now[2] != before[2] for now, before in zip(other, first, strict=True)
+    )
 
 
 def test_s3_read_that_times_out_is_repeated(monkeypatch, server):

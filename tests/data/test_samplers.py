@@ -7,7 +7,12 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from paddle.io import BatchSampler, DataLoader, DistributedBatchSampler, RandomSampler
+from paddle.io import (
+    BatchSampler,
+    DataLoader,
+    DistributedBatchSampler,
+    RandomSampler,
+)
 
 from paddle_shard import Packed
 from paddle_shard.errors import ArgumentError, SplitError, StateError
@@ -26,7 +31,9 @@ class DuckDistributed(BatchSampler):
 
     def __iter__(self):
         step = self.batch_size * self.nranks
-        for first in range(self.local_rank * self.batch_size, self.length, step):
+        for first in range(
+            self.local_rank * self.batch_size, self.length, step
+        ):
             yield list(range(first, first + self.batch_size))
 
     def __len__(self):
@@ -39,7 +46,10 @@ def test_sampler_with_nranks_is_not_split_again():
         lambda: locals_of(
             sharded(
                 DataLoader(
-                    Made(), batch_sampler=DuckDistributed(Made(), 4, 2, dist.get_rank())
+                    Made(),
+                    batch_sampler=DuckDistributed(
+                        Made(), 4, 2, dist.get_rank()
+                    ),
                 )
             )
         ),
@@ -70,7 +80,9 @@ def test_index_sampler_of_one_rank_is_refused_until_declared():
             sampler=OfTorch(16, num_replicas, dist.get_rank() % num_replicas),
             batch_size=4,
         )
-        return locals_of(sharded(DataLoader(Made(), batch_sampler=sampler), **options))
+        return locals_of(
+            sharded(DataLoader(Made(), batch_sampler=sampler), **options)
+        )
 
     with pytest.raises(
         SplitError,
@@ -130,10 +142,12 @@ def test_sampler_state_is_refused_on_another_data_rank():
         return locals_of(loader)
 
     rest = on_each_rank(range(2), lambda: resumed(lambda rank: rank))
-    assert sorted([*begun[0][0], *begun[1][0], *chain(*rest[0], *rest[1])]) == list(
-        range(16)
-    )
-    with pytest.raises(StateError, match="data_rank=0, and this loader data_rank=1"):
+    assert sorted(
+        [*begun[0][0], *begun[1][0], *chain(*rest[0], *rest[1])]
+    ) == list(range(16))
+    with pytest.raises(
+        StateError, match="data_rank=0, and this loader data_rank=1"
+    ):
         on_each_rank(range(2), lambda: resumed(lambda rank: 0))
 
 
@@ -198,7 +212,9 @@ def test_sampler_that_begins_behind_its_state_serves_all_epochs(kind, stop):
     straight = run(None)
     epochs = [list(chain(*straight[first : first + 4])) for first in (0, 4, 8)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(16))] * 3
-    assert len({str(epoch) for epoch in epochs}) == (1 if kind is Yielded else 3)
+    assert len({str(epoch) for epoch in epochs}) == (
+        1 if kind is Yielded else 3
+    )
     assert run(stop) == straight
 
 
@@ -234,7 +250,8 @@ def test_split_data_is_refused_by_meshes_of_different_order():
             SplitError, match=r"gives global rank 0 the data ranks \[0, 1\]"
         ):
             sharded(
-                DataLoader(pairs, batch_sampler=sampler), [mesh([0, 1]), mesh([1, 0])]
+                DataLoader(pairs, batch_sampler=sampler),
+                [mesh([0, 1]), mesh([1, 0])],
             )
 
 
@@ -243,7 +260,9 @@ def test_rank_on_no_mesh_gets_metadata_of_split_data_too():
 
     def run():
         given = DataLoader(pairs, batch_size=2)
-        loader = sharded(given, [mesh([0, 1]), mesh([4, 5])], is_dataset_splitted=True)
+        loader = sharded(
+            given, [mesh([0, 1]), mesh([4, 5])], is_dataset_splitted=True
+        )
         return [[leaf.shape for leaf in batch] for batch in loader]
 
     got = on_each_rank([0, 2, 4], run)
@@ -260,7 +279,8 @@ def test_split_items_are_refused_at_construction():
 
 
 @pytest.mark.parametrize(
-    "cls", [DistributedBatchSampler, type("Sub", (DistributedBatchSampler,), {})]
+    "cls",
+    [DistributedBatchSampler, type("Sub", (DistributedBatchSampler,), {})],
 )
 def test_look_consumes_no_epoch_of_paddles_sampler(cls):
     loader = sharded(
@@ -268,7 +288,10 @@ def test_look_consumes_no_epoch_of_paddles_sampler(cls):
     )
     next(iter(loader))
 
-    pairs = [(a, b) for a, b in zip(locals_of(loader), locals_of(loader), strict=True)]
+    pairs = [
+        (a, b)
+        for a, b in zip(locals_of(loader), locals_of(loader), strict=True)
+    ]
 
     assert loader.epoch == 2
     loader.set_epoch(0)
@@ -294,7 +317,9 @@ def test_packed_rows_in_paddles_order_are_those_of_the_run():
         return sharded(
             DataLoader(
                 rows,
-                batch_sampler=DistributedBatchSampler(rows, 2, num_replicas=1, rank=0),
+                batch_sampler=DistributedBatchSampler(
+                    rows, 2, num_replicas=1, rank=0
+                ),
             ),
             ONE,
         )
@@ -339,7 +364,9 @@ class OwnRandom(BatchSampler):
 
 def test_neither_len_nor_describing_moves_a_sampler():
     def loader(**options):
-        return sharded(DataLoader(Made(), batch_sampler=OwnRandom(16, 4)), **options)
+        return sharded(
+            DataLoader(Made(), batch_sampler=OwnRandom(16, 4)), **options
+        )
 
     with pytest.raises(
         TypeError, match="len.loader.: .* show only at its end.*__len__"
@@ -375,7 +402,9 @@ class Epochs:
 
 def test_set_epoch_reaches_the_sampler_inside_a_batch_sampler():
     loader = sharded(
-        DataLoader(Made(), batch_sampler=BatchSampler(sampler=Epochs(), batch_size=4))
+        DataLoader(
+            Made(), batch_sampler=BatchSampler(sampler=Epochs(), batch_size=4)
+        )
     )
 
     loader.set_epoch(1)
@@ -393,7 +422,9 @@ def test_iterator_keeps_its_epoch():
         def set_epoch(self, epoch):
             self.epoch = epoch
 
-    loader = sharded(DataLoader(Made(), batch_sampler=Batches(Made(), batch_size=2)))
+    loader = sharded(
+        DataLoader(Made(), batch_sampler=Batches(Made(), batch_size=2))
+    )
     batches = iter(loader)
     loader.set_epoch(3)
 
@@ -409,14 +440,18 @@ def test_none_in_a_sampler_is_an_error():
         TypeError, match="must yield lists of indices, got NoneType at step 1"
     ):
         locals_of(
-            sharded(DataLoader(Made(), batch_sampler=Holes(Made(), batch_size=2)))
+            sharded(
+                DataLoader(Made(), batch_sampler=Holes(Made(), batch_size=2))
+            )
         )
 
 
 def test_dropping_everything_is_an_error_with_a_sampler_too():
     given = DataLoader(
         Made(),
-        batch_sampler=BatchSampler(sampler=[1, 2, 3], batch_size=4, drop_last=True),
+        batch_sampler=BatchSampler(
+            sampler=[1, 2, 3], batch_size=4, drop_last=True
+        ),
     )
 
     with pytest.raises(
@@ -438,7 +473,9 @@ def test_sampler_set_epoch_is_called_alike_after_a_resume(inner, stop):
             self.epoch = epoch
 
         def __iter__(self):
-            return iter(np.random.RandomState(self.epoch).permutation(24).tolist())
+            return iter(
+                np.random.RandomState(self.epoch).permutation(24).tolist()
+            )
 
         def __len__(self):
             return 24
@@ -453,7 +490,10 @@ def test_sampler_set_epoch_is_called_alike_after_a_resume(inner, stop):
 
         def __iter__(self):
             return iter(
-                np.random.RandomState(self.epoch).permutation(24).reshape(6, 4).tolist()
+                np.random.RandomState(self.epoch)
+                .permutation(24)
+                .reshape(6, 4)
+                .tolist()
             )
 
         def __len__(self):
@@ -501,17 +541,21 @@ class Stateful(BatchSampler):
 
 
 @pytest.mark.parametrize(
-    "given", [{"dataset": Heavy(length=8)}, {"sampler": RandomSampler(Heavy(length=8))}]
+    "given",
+    [{"dataset": Heavy(length=8)}, {"sampler": RandomSampler(Heavy(length=8))}],
 )
 def test_sampler_copy_shares_the_data_set(given):
     loader = sharded(
-        DataLoader(Made(length=8), batch_sampler=Stateful(**given, batch_size=4)), ONE
+        DataLoader(
+            Made(length=8), batch_sampler=Stateful(**given, batch_size=4)
+        ),
+        ONE,
     )
 
     for _ in range(2):  # the second pass needs a copy
-        assert sorted(row for batch in locals_of(loader) for row in batch) == list(
-            range(8)
-        )
+        assert sorted(
+            row for batch in locals_of(loader) for row in batch
+        ) == list(range(8))
 
 
 class Counts(BatchSampler):
@@ -547,7 +591,9 @@ class Counts(BatchSampler):
 )
 def test_sampler_state_is_covered_by_the_checksum(way):
     def loader(extra=None):
-        return sharded(DataLoader(Made(np.int64, 30), batch_sampler=Counts(extra)), ONE)
+        return sharded(
+            DataLoader(Made(np.int64, 30), batch_sampler=Counts(extra)), ONE
+        )
 
     begun = loader()
     batches = iter(begun)
@@ -561,7 +607,9 @@ def test_sampler_state_is_covered_by_the_checksum(way):
         **changed["sampler"],
         "now": {**changed["sampler"]["now"], "at": 15},
     }
-    with pytest.raises(StateError, match="its content is not that of its checksum"):
+    with pytest.raises(
+        StateError, match="its content is not that of its checksum"
+    ):
         loader().load_state_dict(changed)
     other = loader({"set": {1, 2}})  # which no JSON holds
     batches = iter(other)
@@ -578,10 +626,20 @@ class Right(BatchSampler):
     """Shuffled by its own epoch, which its state holds; it counts a batch before it yields it."""
 
     def __init__(self):
-        self.position, self.ended, self.batch_size, self.drop_last = 0, 0, 4, False
+        self.position, self.ended, self.batch_size, self.drop_last = (
+            0,
+            0,
+            4,
+            False,
+        )
 
     def order(self):
-        return np.random.RandomState(self.ended).permutation(40).reshape(10, 4).tolist()
+        return (
+            np.random.RandomState(self.ended)
+            .permutation(40)
+            .reshape(10, 4)
+            .tolist()
+        )
 
     def __iter__(self):
         batches = self.order()
@@ -662,7 +720,9 @@ def test_paddles_sampler_keeps_its_own_seed():
 
     def made(seed):
         data = Made(length=12)
-        sampler = DistributedBatchSampler(data, 4, num_replicas=1, rank=0, shuffle=True)
+        sampler = DistributedBatchSampler(
+            data, 4, num_replicas=1, rank=0, shuffle=True
+        )
         sampler.seed = seed
         return sharded(DataLoader(data, batch_sampler=sampler), ONE)
 

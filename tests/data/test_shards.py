@@ -72,7 +72,9 @@ def test_parts_together_are_every_sample_once(
 
     parts = read_all(stage, num_parts, seed=seed)
 
-    assert sorted(item for part in parts for item in part) == sorted(shards.all())
+    assert sorted(item for part in parts for item in part) == sorted(
+        shards.all()
+    )
 
 
 @given(lengths=lengths_of_shards, num_parts=st.integers(1, 40))
@@ -105,7 +107,9 @@ def test_opening_after_s_samples_equals_dropping_s(counted, num_parts):
     for skip in range(max(map(len, straight)) + 1):
         resumed = [
             list(islice(items, max(0, 40 - skip)))
-            for items in stage.open(opening(num_parts, epoch=1, seed=3, skip=skip))
+            for items in stage.open(
+                opening(num_parts, epoch=1, seed=3, skip=skip)
+            )
         ]
 
         assert resumed == [part[skip:] for part in straight]
@@ -118,7 +122,10 @@ def test_shard_part_is_the_same_for_all_readers(counted):
 
     for part in range(4):
         _, other = source(UNEQUAL, counted=counted)
-        assert list(islice(other.open(opening(4, (part,)))[0], 30)) == together[part]
+        assert (
+            list(islice(other.open(opening(4, (part,)))[0], 30))
+            == together[part]
+        )
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -218,7 +225,8 @@ def test_shard_with_too_many_samples_is_found_in_time():
     items = stage.open(opening(1))[0]
 
     assert list(islice(items, 2)) == ["s0/0", "s0/1"]
-    with pytest.raises(ShardReadError):  # or a loader that needs three would never ask
+    # or a loader that needs three would never ask
+    with pytest.raises(ShardReadError):
         next(items)
 
 
@@ -233,18 +241,26 @@ def test_shard_read_error_names_shard_and_sample(counted, skip):
             yield number
 
     stage = ShardSource(
-        ["a", "b"], read, counts=[5, 5] if counted else None, shuffle_shards=False
+        ["a", "b"],
+        read,
+        counts=[5, 5] if counted else None,
+        shuffle_shards=False,
     )
 
     with pytest.raises(
-        ShardReadError, match="b: reading sample 3 failed: OSError: disk on fire"
+        ShardReadError,
+        match="b: reading sample 3 failed: OSError: disk on fire",
     ) as caught:
         list(stage.open(opening(1, skip=skip))[0])
 
     assert (caught.value.shard, caught.value.offset) == ("b", 3)
     assert isinstance(caught.value.__cause__, OSError)
     again = pickle.loads(pickle.dumps(caught.value))
-    assert (again.shard, again.offset, str(again)) == ("b", 3, str(caught.value))
+    assert (again.shard, again.offset, str(again)) == (
+        "b",
+        3,
+        str(caught.value),
+    )
 
 
 def test_shard_is_closed_when_a_part_ends_inside_it_or_is_left():

@@ -62,7 +62,9 @@ def test_list_that_could_not_be_made_leaves_no_file():
 
     before = open_files()
     for items in (broken(), ["first", lambda: None]):
-        with pytest.raises((RuntimeError, AttributeError, pickle.PicklingError)):
+        with pytest.raises(
+            (RuntimeError, AttributeError, pickle.PicklingError)
+        ):
             SharedList(items)
     gc.collect()
     assert not [file for file in open_files() - before if file.is_memory]
@@ -83,10 +85,14 @@ def test_shared_list_is_not_copied_into_workers():
     def grown(items):
         def read(index):
             before = own_memory()
-            total = sum(len(items[i]) for i in range(index % rows, length, rows))
+            total = sum(
+                len(items[i]) for i in range(index % rows, length, rows)
+            )
             return np.array([total, own_memory() - before])
 
-        loader = DataLoader(Made(read, 2 * rows), batch_size=2 * rows, num_workers=1)
+        loader = DataLoader(
+            Made(read, 2 * rows), batch_size=2 * rows, num_workers=1
+        )
         ((batch,),) = [locals_of(sharded(loader, ONE, verify=None))]
         assert sum(total for total, _ in batch) == 2 * sum(map(len, names))
         return sum(growth for _, growth in batch)

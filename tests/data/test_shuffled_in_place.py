@@ -46,7 +46,8 @@ class OfDict(Listed):
         self.seen["epochs"] += 1
         random.shuffle(self.files)
         self.files = (
-            self.files[self.seen["epochs"] :] + self.files[: self.seen["epochs"]]
+            self.files[self.seen["epochs"] :]
+            + self.files[: self.seen["epochs"]]
         )
 
 
@@ -91,12 +92,16 @@ KINDS = {
     "an array": OfArray,
     "a dict": OfDict,
     "in another": lambda: Around(Listed()),
-    "in a list": lambda: ChainDataset([Listed(range(3)), Listed(range(3, FILES))]),
+    "in a list": lambda: ChainDataset(
+        [Listed(range(3)), Listed(range(3, FILES))]
+    ),
 }
 
 
 def loader(data, workers=0, batch_size=4):
-    return sharded(DataLoader(data, batch_size=batch_size, num_workers=workers), ONE)
+    return sharded(
+        DataLoader(data, batch_size=batch_size, num_workers=workers), ONE
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,7 +112,8 @@ def test_shuffled_list_order_depends_on_seed_and_epoch_only(
     epochs = [locals_of(straight) for _ in range(3)]
     assert [locals_of(beside) for _ in range(3)] == epochs
     assert all(
-        sorted(row for batch in epoch for row in batch) == list(range(2 * FILES))
+        sorted(row for batch in epoch for row in batch)
+        == list(range(2 * FILES))
         for epoch in epochs
     )
     before = loader(KINDS[kind]())
@@ -151,20 +157,24 @@ def test_shuffled_parts_have_lists_of_their_own(workers):
 
     stream = paddle_shard.Stream.of(Split(), splits_itself=True).in_parts(3)
     read = locals_of(loader(stream, workers, batch_size=3))
-    assert sorted(row for batch in read for row in batch) == list(range(2 * FILES))
+    assert sorted(row for batch in read for row in batch) == list(
+        range(2 * FILES)
+    )
 
 
 @pytest.mark.parametrize("kind", [Refuses, Closes])
 def test_shuffled_data_that_cannot_be_copied_is_read_as_it_is(kind):
     data = kind()
-    assert sorted(row for batch in locals_of(loader(data)) for row in batch) == list(
-        range(2 * FILES)
-    )
+    assert sorted(
+        row for batch in locals_of(loader(data)) for row in batch
+    ) == list(range(2 * FILES))
     assert Closes.closed == 0
     del data
 
 
-@pytest.mark.parametrize(("length", "is_copied"), [(10, True), ((1 << 20) + 1, False)])
+@pytest.mark.parametrize(
+    ("length", "is_copied"), [(10, True), ((1 << 20) + 1, False)]
+)
 def test_long_list_is_the_data_itself_and_not_copied(length, is_copied):
     class Holds(IterableDataset):
         def __init__(self):

@@ -31,21 +31,27 @@ def stage(kind, folder):
 
 def read(stage, kind, num_parts, parts=None, **what):
     parts = tuple(range(num_parts)) if parts is None else parts
-    opened = stage.open(Opening(parts=parts, num_parts=num_parts, seed=5, **what))
+    opened = stage.open(
+        Opening(parts=parts, num_parts=num_parts, seed=5, **what)
+    )
     return [[kind.id_of(sample) for sample in part] for part in opened]
 
 
 @pytest.mark.parametrize("num_parts", [1, 3, 8])
 def test_parts_together_are_every_sample_once(stage, kind, num_parts):
     parts = read(stage, kind, num_parts)
-    lengths = stage.lengths(Opening(parts=tuple(range(num_parts)), num_parts=num_parts))
+    lengths = stage.lengths(
+        Opening(parts=tuple(range(num_parts)), num_parts=num_parts)
+    )
 
     assert sorted(i for part in parts for i in part) == list(range(TOTAL))
     assert lengths is None or lengths == [len(part) for part in parts]
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])
-def test_opening_after_some_samples_equals_dropping_them(stage, kind, num_parts):
+def test_opening_after_some_samples_equals_dropping_them(
+    stage, kind, num_parts
+):
     straight = read(stage, kind, num_parts)
 
     for skip in (1, 2, 5, 6, 17, TOTAL):
@@ -64,14 +70,18 @@ def test_part_is_the_same_whichever_others_are_opened_with_it(stage, kind):
 
 
 def test_source_epochs_differ_and_each_repeats_its_order(stage, kind):
-    first, again, other = (read(stage, kind, 2, epoch=epoch) for epoch in (1, 1, 2))
+    first, again, other = (
+        read(stage, kind, 2, epoch=epoch) for epoch in (1, 1, 2)
+    )
 
     assert first == again != other
     assert Counter(chain(*first)) == Counter(chain(*other))
 
 
 def test_worker_may_be_sent_it(stage, kind):
-    assert read(pickle.loads(pickle.dumps(stage)), kind, 3) == read(stage, kind, 3)
+    assert read(pickle.loads(pickle.dumps(stage)), kind, 3) == read(
+        stage, kind, 3
+    )
 
 
 @pytest.mark.parametrize("name", FILE_KINDS)

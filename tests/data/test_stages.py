@@ -56,7 +56,9 @@ class Parts(Stage):
 
     def open(self, opening):
         assert opening.num_parts == len(self.parts)
-        return [iter(self.parts[part][opening.skip :]) for part in opening.parts]
+        return [
+            iter(self.parts[part][opening.skip :]) for part in opening.parts
+        ]
 
     def lengths(self, opening):
         return (
@@ -69,7 +71,10 @@ class Parts(Stage):
 def opening(num_parts=1, parts=None, **options):
     held = tuple(range(num_parts)) if parts is None else parts
     return Opening(
-        parts=held, num_parts=num_parts, rng=SeededBy(seed_generators), **options
+        parts=held,
+        num_parts=num_parts,
+        rng=SeededBy(seed_generators),
+        **options,
     )
 
 
@@ -89,9 +94,9 @@ lists_of_parts = st.lists(
 
 @given(parts=lists_of_parts)
 def test_map_calls_its_function_for_each_sample(parts):
-    assert contents(Map(Parts(parts), lambda x: x * 3 + 1), opening(len(parts))) == [
-        [x * 3 + 1 for x in p] for p in parts
-    ]
+    assert contents(
+        Map(Parts(parts), lambda x: x * 3 + 1), opening(len(parts))
+    ) == [[x * 3 + 1 for x in p] for p in parts]
 
 
 @given(parts=lists_of_parts)
@@ -108,7 +113,10 @@ def test_batch_fills_all_but_the_last_and_unbatch_undoes_it(parts, size):
     assert [list(chain.from_iterable(part)) for part in batches] == parts
     assert all(len(batch) == size for part in batches for batch in part[:-1])
     assert all(1 <= len(part[-1]) <= size for part in batches if part)
-    assert contents(Unbatch(Group(Parts(parts), size)), opening(len(parts))) == parts
+    assert (
+        contents(Unbatch(Group(Parts(parts), size)), opening(len(parts)))
+        == parts
+    )
 
 
 @given(parts=lists_of_parts, times=st.integers(1, 4), says=st.booleans())
@@ -129,11 +137,13 @@ def test_repeat_without_an_end_goes_round_and_round(part, says, skip):
     assert list(islice(items, 12)) == (part * 50)[skip : skip + 12]
 
 
-@given(length=st.integers(0, 60), window=st.integers(1, 20), seed=st.integers(0, 9))
+@given(
+    length=st.integers(0, 60), window=st.integers(1, 20), seed=st.integers(0, 9)
+)
 def test_shuffle_permutes_within_its_windows_only(length, window, seed):
-    found = contents(Shuffle(Parts([list(range(length))]), window), opening(seed=seed))[
-        0
-    ]
+    found = contents(
+        Shuffle(Parts([list(range(length))]), window), opening(seed=seed)
+    )[0]
 
     assert len(found) == length
     for first in range(0, length, window):
@@ -153,13 +163,17 @@ def test_stripe_assigns_rows_by_turns(length, num_parts, stripe, data):
         Stripe(IterableSource(range(length))), opening(num_parts, stripe=stripe)
     )
 
-    again = []  # take a stripe of each part by turns, as the rows of a micro-batch stand
+    # take a stripe of each part by turns, as the rows of a micro-batch stand
+    again = []
     for first in range(0, length, stripe):
         again += [x for part in found for x in part[first : first + stripe]]
     assert again == list(range(length))
-    some = tuple(sorted(data.draw(st.sets(st.integers(0, num_parts - 1), min_size=1))))
+    some = tuple(
+        sorted(data.draw(st.sets(st.integers(0, num_parts - 1), min_size=1)))
+    )
     assert contents(
-        Stripe(IterableSource(range(length))), opening(num_parts, some, stripe=stripe)
+        Stripe(IterableSource(range(length))),
+        opening(num_parts, some, stripe=stripe),
     ) == [found[part] for part in some]
 
 
@@ -173,7 +187,9 @@ def test_map_is_not_called_for_what_is_skipped():
 
 def test_shuffle_reads_again_less_than_a_window():
     called = []
-    stage = Shuffle(Map(Parts([list(range(40))]), lambda x: called.append(x) or x), 8)
+    stage = Shuffle(
+        Map(Parts([list(range(40))]), lambda x: called.append(x) or x), 8
+    )
     contents(stage, opening(skip=29))
 
     assert called == list(range(24, 40))
@@ -192,7 +208,9 @@ def test_shuffle_reads_a_window_and_nothing_more():
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, None])
 def test_sizes_that_cannot_be_are_refused_by_name(wrong):
-    with pytest.raises(ArgumentError, match=f"size must be an int >= 1, got {wrong!r}"):
+    with pytest.raises(
+        ArgumentError, match=f"size must be an int >= 1, got {wrong!r}"
+    ):
         Stream.of([]).batch(wrong)
     with pytest.raises(
         ArgumentError, match=f"window must be an int >= 1, got {wrong!r}"
@@ -210,7 +228,9 @@ def test_sizes_that_cannot_be_are_refused_by_name(wrong):
 
 @given(
     parts=st.lists(
-        st.lists(st.integers(0, 99), min_size=1, max_size=6), min_size=1, max_size=4
+        st.lists(st.integers(0, 99), min_size=1, max_size=6),
+        min_size=1,
+        max_size=4,
     ),
     says=st.booleans(),
     skip=st.integers(0, 25),
@@ -218,9 +238,13 @@ def test_sizes_that_cannot_be_are_refused_by_name(wrong):
 def test_stage_in_rounds_numbers_the_round_of_each_sample(parts, says, skip):
     found = [
         list(islice(items, 15))
-        for items in in_rounds(Parts(parts, says), opening(len(parts), skip=skip), None)
+        for items in in_rounds(
+            Parts(parts, says), opening(len(parts), skip=skip), None
+        )
     ]
-    straight = [[(number, x) for number in range(60) for x in part] for part in parts]
+    straight = [
+        [(number, x) for number in range(60) for x in part] for part in parts
+    ]
 
     assert found == [pairs[skip : skip + 15] for pairs in straight]
 
@@ -228,7 +252,9 @@ def test_stage_in_rounds_numbers_the_round_of_each_sample(parts, says, skip):
 @pytest.mark.parametrize("says", [False, True])
 @pytest.mark.parametrize("skip", [0, 3])
 def test_repeat_of_an_empty_part_is_an_error_and_no_hang(says, skip):
-    first, second = Repeat(Parts([[], [1, 2]], says)).open(opening(2, skip=skip))
+    first, second = Repeat(Parts([[], [1, 2]], says)).open(
+        opening(2, skip=skip)
+    )
 
     assert len(list(islice(second, 9))) == 9
     with pytest.raises(
@@ -259,7 +285,9 @@ def test_filter_may_drop_all_of_many_short_rounds():
 
 def test_filter_may_drop_a_part_of_several_rounds():
     assert (
-        contents(Filter(Repeat(Parts([list(range(900))]), 9), lambda sample: False))
+        contents(
+            Filter(Repeat(Parts([list(range(900))]), 9), lambda sample: False)
+        )
         == []
     )
 
@@ -291,14 +319,18 @@ def coin(sample):
 def tokens(stage, most=3):
     """Documents of up to so many tokens, made of samples of any kind."""
     return Map(
-        stage, lambda sample: np.arange(1 + zlib.crc32(repr(sample).encode()) % most)
+        stage,
+        lambda sample: np.arange(1 + zlib.crc32(repr(sample).encode()) % most),
     )
 
 
 def unpacked(stage):
     """Rows as text, which can be compared."""
     return Map(
-        stage, lambda row: str([row["input_ids"].tolist(), row["segment_ids"].tolist()])
+        stage,
+        lambda row: str(
+            [row["input_ids"].tolist(), row["segment_ids"].tolist()]
+        ),
     )
 
 
@@ -351,7 +383,9 @@ def chained(source, before, after, lengths):
         stage, before = Parts(numbered, source == "parts"), []
     else:
         samples = list(range(sum(lengths)))
-        stage = IterableSource(samples if source == "list" else lambda: iter(samples))
+        stage = IterableSource(
+            samples if source == "list" else lambda: iter(samples)
+        )
     for name in before:
         stage = STEPS[name](stage)
     if not source.endswith("parts"):
@@ -378,12 +412,16 @@ def test_stages_opened_at_a_position_read_on_from_there(
     source, before, after, lengths, stripe, data
 ):
     asked = {"num_parts": len(lengths), "stripe": stripe, "seed": 4}
-    straight = contents(chained(source, before, after, lengths), opening(**asked))
+    straight = contents(
+        chained(source, before, after, lengths), opening(**asked)
+    )
     longest = max(map(len, straight))
     some = range(longest + 3)
     if longest > 12:  # every one of a few, some of many
         some = sorted(
-            data.draw(st.sets(st.integers(0, longest + 2), min_size=3, max_size=9))
+            data.draw(
+                st.sets(st.integers(0, longest + 2), min_size=3, max_size=9)
+            )
             if data
             else some
         )
@@ -404,7 +442,9 @@ def test_stage_can_be_opened_at_every_position(number, step):
         ([7, 5, 0], 12),
         ([73, 60, 2], 1),
     ):  # also for stages that keep few samples
-        straight = contents(chained(source, [step], [step], lengths), opening(**asked))
+        straight = contents(
+            chained(source, [step], [step], lengths), opening(**asked)
+        )
         longest = max(map(len, straight))
         apart = 1 + longest // 7
 
@@ -414,7 +454,8 @@ def test_stage_can_be_opened_at_every_position(number, step):
             if n < some or n % apart == 0 or n > longest - 2
         ):
             found = contents(
-                chained(source, [step], [step], lengths), opening(**asked, skip=skip)
+                chained(source, [step], [step], lengths),
+                opening(**asked, skip=skip),
             )
             assert found == [part[skip:] for part in straight], skip
 
@@ -438,7 +479,8 @@ def test_stage_that_is_opened_reads_nothing(step):
     class Noted(Parts):
         def open(self, opening):
             return [
-                (read.append(x) or x for x in part) for part in super().open(opening)
+                (read.append(x) or x for x in part)
+                for part in super().open(opening)
             ]
 
     STEPS[step](Noted([[1, 2, 3], [4, 5]])).open(opening(2))
@@ -476,7 +518,9 @@ def test_stages_that_order_or_count_otherwise_differ_in_prints():
         found[name] = (contents(stage, opening(seed=1)), stage.fingerprint())
     for one, (content, fingerprint) in found.items():
         for other, (other_content, other_fingerprint) in found.items():
-            assert content == other_content or fingerprint != other_fingerprint, (
+            assert (
+                content == other_content or fingerprint != other_fingerprint
+            ), (
                 one,
                 other,
             )
@@ -490,7 +534,8 @@ def test_stages_open_parts_together_as_one_by_one(
     asked = {"num_parts": len(lengths), "stripe": stripe, "skip": skip}
     apart = [
         contents(
-            chained(source, before, after, lengths), opening(parts=(part,), **asked)
+            chained(source, before, after, lengths),
+            opening(parts=(part,), **asked),
         )[0]
         for part in range(len(lengths))
     ]
@@ -501,7 +546,10 @@ def test_stages_open_parts_together_as_one_by_one(
         opening(parts=some, **asked)
     )
 
-    found, going = {part: [] for part in some}, dict(zip(some, together, strict=True))
+    found, going = (
+        {part: [] for part in some},
+        dict(zip(some, together, strict=True)),
+    )
     turns = data.draw(st.randoms(use_true_random=False))
     while going:  # read in any order, with the generators moved in between
         part = turns.choice(sorted(going))
@@ -567,7 +615,8 @@ def test_stages_draw_anew_in_another_epoch_seed_round_or_part(changed, step):
 def test_shuffle_orders_each_window_differently():
     found = contents(Shuffle(Parts([list(range(400))]), 20))
     orders = {
-        tuple(x % 20 for x in found[first : first + 20]) for first in range(0, 400, 20)
+        tuple(x % 20 for x in found[first : first + 20])
+        for first in range(0, 400, 20)
     }
 
     assert len(orders) == 20
@@ -577,7 +626,8 @@ def test_stages_of_one_chain_draw_different_numbers():
     samples = contents(Map(Map(Parts([list(range(20))]), rolled), rolled))
 
     assert all(
-        inner[1:] != outer for inner, *outer in ((s[0], *s[1:]) for s in samples)
+        inner[1:] != outer
+        for inner, *outer in ((s[0], *s[1:]) for s in samples)
     )
     assert len({s[1:] for s in samples}) == 20
 
@@ -590,7 +640,9 @@ def test_source_that_draws_is_the_same_at_every_position():
     straight = contents(IterableSource(drawn))
     for skip in range(14):
         seed_generators(skip)
-        assert contents(IterableSource(drawn), opening(skip=skip)) == [straight[skip:]]
+        assert contents(IterableSource(drawn), opening(skip=skip)) == [
+            straight[skip:]
+        ]
     assert len(set(straight)) == 12
     assert contents(IterableSource(drawn), opening(epoch=1))[0] != straight
 
@@ -627,7 +679,8 @@ def breaks_at(number, error):
 @pytest.mark.parametrize("stage", [Map, Filter])
 def test_stage_function_that_fails_ends_no_part_in_silence(stage, error):
     chain_ = Shuffle(
-        Unbatch(Group(stage(Parts([[0, 1, 2, 3, 4]]), breaks_at(3, error)), 2)), 1
+        Unbatch(Group(stage(Parts([[0, 1, 2, 3, 4]]), breaks_at(3, error)), 2)),
+        1,
     )
     (items,) = chain_.open(opening())
 
@@ -642,7 +695,9 @@ def test_stages_that_are_opened_read_nothing():
         called.append(1)
         yield 1
 
-    stage = Map(Shuffle(Group(Stripe(IterableSource(source)), 2), 3), called.append)
+    stage = Map(
+        Shuffle(Group(Stripe(IterableSource(source)), 2), 3), called.append
+    )
     stage.open(opening(3))
     Repeat(stage, 2).open(opening(3))
 
@@ -711,7 +766,9 @@ def test_stages_read_by_several_readers_have_one_digest(
     """Each holds one part, and compares what all of them have read up to a step."""
     how = HowToRead(generators=(NumpyGenerator(), PythonGenerator()))
     readers = [
-        ChunkReader(chained("function", before, after, [length]), None, list, how)
+        ChunkReader(
+            chained("function", before, after, [length]), None, list, how
+        )
         for _ in range(num)
     ]
     plan = PartsPlan(

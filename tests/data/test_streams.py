@@ -41,11 +41,15 @@ def sharded(
     num_parts=None,
     **options,
 ):
-    stream = stream if num_parts is None else Stream.of(stream).in_parts(num_parts)
+    stream = (
+        stream if num_parts is None else Stream.of(stream).in_parts(num_parts)
+    )
     given = paddle.io.DataLoader(
         stream, batch_size=size, num_workers=workers, collate_fn=collate_fn
     )
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims=shard_dims, **options)
+    return paddle_shard.shard_dataloader(
+        given, mesh, shard_dims=shard_dims, **options
+    )
 
 
 def real_rows(loader, limit=None):
@@ -99,12 +103,16 @@ def test_uncut_stream_resumes_in_other_parts(known, sizes, tail):
     loader = sharded(Stream.of(source), size=9, tail=tail, workers=2)
     loader.load_state_dict(state)
     rest = (61 - position) // 9 * 9 if tail == "drop" else 61 - position
-    assert sorted(flat(real_rows(loader))) == [*range(position, position + rest)]
+    assert sorted(flat(real_rows(loader))) == [
+        *range(position, position + rest)
+    ]
 
 
 def test_uncut_stream_resumes_on_another_mesh():
     def run(state, mesh, size):
-        loader = sharded(Stream.of(lambda: iter(range(40))), size=size, mesh=mesh)
+        loader = sharded(
+            Stream.of(lambda: iter(range(40))), size=size, mesh=mesh
+        )
         if state is not None:
             loader.load_state_dict(state)
         return real_rows(loader, 2), loader.state_dict()
@@ -120,11 +128,15 @@ def test_uncut_stream_resumes_on_another_mesh():
 
 REPEATED = {
     "repeated": lambda: Stream.of(range(21)).repeat(2),
-    "cut, then repeated": lambda: Stream.of(range(21)).sharding_filter().repeat(2),
+    "cut, then repeated": lambda: (
+        Stream.of(range(21)).sharding_filter().repeat(2)
+    ),
     "shuffled, cut, then repeated": lambda: (
         Stream.of(range(21)).shuffle(5).sharding_filter().repeat(2)
     ),
-    "repeated, then cut": lambda: Stream.of(range(21)).repeat(2).sharding_filter(),
+    "repeated, then cut": lambda: (
+        Stream.of(range(21)).repeat(2).sharding_filter()
+    ),
 }
 
 
@@ -132,7 +144,9 @@ REPEATED = {
 def test_stream_resumes_in_any_round_with_new_readers(with_workers, kind):
     straight = real_rows(sharded(REPEATED[kind](), size=4))
     # In the first round, near its end, and in the second; the kinds take turns in which of them workers resume.
-    for number, stop in enumerate((1, len(straight) // 2 - 1, len(straight) - 2)):
+    for number, stop in enumerate(
+        (1, len(straight) // 2 - 1, len(straight) - 2)
+    ):
         workers = 2 if number == with_workers % 3 else 0
         first, second = (
             sharded(REPEATED[kind](), size=4),
@@ -166,7 +180,8 @@ def test_stream_passes_at_once_each_deliver_all_data(name, workers):
     peeked = real_rows(shared, 1)
     for number in range(
         len(alone)
-    ):  # the second lags a step behind the first, and a third is left in the middle
+        # the second lags a step behind the first, and a third is left in the middle
+    ):
         for batches, rows in zip((one, two), found, strict=True):
             if batches is one or number:
                 batch = next(batches)
@@ -206,7 +221,9 @@ def test_stream_readers_that_are_not_equally_far_read_the_same(more, name):
 def test_stream_of_whole_batches_repeats_them_in_order(workers):
     stream = Stream.of(lambda: iter([np.arange(4) + 10 * k for k in range(3)]))
 
-    found = real_rows(sharded(stream, size=None, workers=workers, num_batches=8))
+    found = real_rows(
+        sharded(stream, size=None, workers=workers, num_batches=8)
+    )
 
     assert [batch[0] for batch in found] == [0, 10, 20, 0, 10, 20, 0, 10]
 
@@ -222,7 +239,9 @@ def test_stream_function_that_splits_itself_is_called_by_part(workers):
     )
 
     assert sorted(flat(found)) == list(range(32))
-    with pytest.raises(ArgumentTypeError, match="or a function that returns one"):
+    with pytest.raises(
+        ArgumentTypeError, match="or a function that returns one"
+    ):
         Stream.of(iter(range(4)), splits_itself=True)
 
 
@@ -232,7 +251,8 @@ def test_stream_that_splits_itself_must_ask_for_its_part(workers):
         return (row + random.random() for row in range(32))
 
     with pytest.raises(
-        DataReadError, match=r"asks neither paddle\.io\.get_worker_info\(\) nor torch's"
+        DataReadError,
+        match=r"asks neither paddle\.io\.get_worker_info\(\) nor torch's",
     ):
         list(sharded(Stream.of(augmented, splits_itself=True), workers=workers))
 
@@ -251,7 +271,8 @@ def test_stream_that_splits_itself_may_ask_torch(workers, monkeypatch):
     def own_share():
         info = of_torch._worker_info
         return (
-            row + 0.5 * random.random() for row in range(info.id, 32, info.num_workers)
+            row + 0.5 * random.random()
+            for row in range(info.id, 32, info.num_workers)
         )
 
     found = real_rows(
@@ -279,7 +300,9 @@ def test_stream_that_splits_itself_may_ask_after_a_sample(workers):
     rows = flat(
         real_rows(
             sharded(
-                Stream.of(Standing(), splits_itself=True).filter(lambda row: row >= 0),
+                Stream.of(Standing(), splits_itself=True).filter(
+                    lambda row: row >= 0
+                ),
                 workers=workers,
             )
         )
@@ -300,10 +323,14 @@ class ByEpoch(paddle.io.IterableDataset):
     def __iter__(self):
         order = np.random.default_rng(self.epoch).permutation(32)
         info = paddle.io.get_worker_info()
-        return iter(order[info.id :: info.num_workers] if self.splits else order)
+        return iter(
+            order[info.id :: info.num_workers] if self.splits else order
+        )
 
 
-@pytest.mark.parametrize(("splits", "workers"), [(True, 0), (True, 2), (False, 0)])
+@pytest.mark.parametrize(
+    ("splits", "workers"), [(True, 0), (True, 2), (False, 0)]
+)
 def test_stream_sets_the_epoch_also_after_a_resume(splits, workers):
     def made():
         stream = (
@@ -342,13 +369,18 @@ def test_stream_that_splits_itself_fails_at_the_samples_place():
 
 def test_stream_joins_chunks_of_workers_for_every_dtype():
     dtypes = ["float16", "float32", "int8", "bool", "complex64"]
-    rows = [[np.array([i % 2, 1]).astype(dtype) for dtype in dtypes] for i in range(32)]
+    rows = [
+        [np.array([i % 2, 1]).astype(dtype) for dtype in dtypes]
+        for i in range(32)
+    ]
 
     batches = list(sharded(Stream.of(rows), workers=3))
 
     for number, dtype in enumerate(dtypes):
         found = [
-            row for batch in batches for row in batch[number]._local_value().numpy()
+            row
+            for batch in batches
+            for row in batch[number]._local_value().numpy()
         ]
         assert [row.dtype for row in found] == [np.dtype(dtype)] * 32
         assert np.array_equal(found, [row[number] for row in rows])
@@ -402,7 +434,9 @@ def test_stream_parts_cannot_be_overridden():
 
 
 def test_stream_must_not_be_empty():
-    with pytest.raises(ArgumentError, match="the stream has no batch: it is empty"):
+    with pytest.raises(
+        ArgumentError, match="the stream has no batch: it is empty"
+    ):
         sharded(Stream.of([]))
     with pytest.raises(DataReadError, match="every part is empty"):
         next(iter(sharded(Stream.of(lambda: iter([])))))
@@ -431,7 +465,11 @@ def test_generator_loses_no_batch_to_its_description():
     described = describe_inputs(loader._first_batch)
 
     assert described[1]._local_value().numpy().tolist() == [0] * 4
-    assert [labels._local_value().numpy()[0] for _, labels in loader] == [0, 1, 2]
+    assert [labels._local_value().numpy()[0] for _, labels in loader] == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_stream_statistics_count_what_was_delivered():
@@ -454,7 +492,9 @@ def test_stream_parts_belong_to_the_run_not_to_the_mesh():
     slices = on_each_rank([0, 1], as_rank)
     alone = real_rows(sharded(Stream.of(range(64)).shuffle(8), num_parts=4))
 
-    assert [one + two for one, two in zip(slices[0], slices[1], strict=True)] == alone
+    assert [
+        one + two for one, two in zip(slices[0], slices[1], strict=True)
+    ] == alone
 
 
 class _Uneven(Stage):
@@ -467,7 +507,9 @@ class _Uneven(Stage):
 
     def open(self, opening):
         return [
-            iter(range(100 * part + opening.skip, 100 * part + self.given[part]))
+            iter(
+                range(100 * part + opening.skip, 100 * part + self.given[part])
+            )
             for part in opening.parts
         ]
 
@@ -494,18 +536,27 @@ PADDED = {
 
 @pytest.mark.parametrize(
     ("name", "workers"),
-    [(name, workers) for at, name in enumerate(PADDED) for workers in (0, 2 + at % 2)],
+    [
+        (name, workers)
+        for at, name in enumerate(PADDED)
+        for workers in (0, 2 + at % 2)
+    ],
 )
 def test_stream_rows_and_padding_are_those_of_one_process(name, workers):
     def rows(mesh, workers, state=None):
         def as_rank():
-            loader = sharded(PADDED[name](), mesh=mesh, workers=workers, num_parts=4)
+            loader = sharded(
+                PADDED[name](), mesh=mesh, workers=workers, num_parts=4
+            )
             if state is not None:
                 loader.load_state_dict(state)
             batches, found, states = iter(loader), [], [loader.state_dict()]
             for batch in batches:
                 found.append(
-                    (batch._local_value().numpy(), batches.valid._local_value().numpy())
+                    (
+                        batch._local_value().numpy(),
+                        batches.valid._local_value().numpy(),
+                    )
                 )
                 states.append(loader.state_dict())
             return found, states
@@ -513,7 +564,10 @@ def test_stream_rows_and_padding_are_those_of_one_process(name, workers):
         per_rank = on_each_rank(mesh.process_ids, as_rank)
         steps = zip(*(found for found, _ in per_rank.values()), strict=True)
         joined = [
-            [np.concatenate(field).tolist() for field in zip(*ranks, strict=True)]
+            [
+                np.concatenate(field).tolist()
+                for field in zip(*ranks, strict=True)
+            ]
             for ranks in steps
         ]
         return joined, per_rank[0][1]
@@ -535,7 +589,9 @@ def test_stream_rows_and_padding_are_those_of_one_process(name, workers):
 )
 def test_stream_fills_a_ranks_own_short_batch(workers, sizes):
     def items():
-        return (np.arange(size) + 10 * number for number, size in enumerate(sizes))
+        return (
+            np.arange(size) + 10 * number for number, size in enumerate(sizes)
+        )
 
     def rows(workers, state=None):
         loader = sharded(
@@ -579,7 +635,9 @@ class _Shrunk(Stage):
     cuts = True
 
     def open(self, opening):
-        return [iter(range(part, 29, opening.num_parts)) for part in opening.parts]
+        return [
+            iter(range(part, 29, opening.num_parts)) for part in opening.parts
+        ]
 
     def lengths(self, opening):
         return [8 for _ in opening.parts]
@@ -592,14 +650,18 @@ def test_stream_that_is_shorter_than_its_index_is_an_error():
     loader = sharded(Stream(_Shrunk()), num_parts=4, tail="drop")
     delivered = []
 
-    with pytest.raises(DataReadError, match="fewer samples than its source said"):
+    with pytest.raises(
+        DataReadError, match="fewer samples than its source said"
+    ):
         for batch in loader:
             delivered.append(batch)
     assert len(delivered) == 3
 
 
 def test_batch_sampler_of_a_loader_cannot_be_iterated():
-    with pytest.raises(ArgumentTypeError, match="Iterate over the loader itself"):
+    with pytest.raises(
+        ArgumentTypeError, match="Iterate over the loader itself"
+    ):
         list(sharded(Stream.of(range(8))).batch_sampler)
 
 
@@ -613,7 +675,9 @@ def test_stream_epoch_that_has_ended_stays_as_delivered(change):
         next(found)
     state = one.state_dict()
     assert state["ended"]
-    again = sharded(stream, num_parts=2, **{"size": 4, "tail": "drop", **change})
+    again = sharded(
+        stream, num_parts=2, **{"size": 4, "tail": "drop", **change}
+    )
     again.load_state_dict(state, override=["tail"] if "tail" in change else [])
 
     assert len(again) == 5
@@ -625,7 +689,12 @@ def test_stream_epoch_that_has_ended_stays_as_delivered(change):
 def test_stream_can_be_copied_and_pickled():
     stream = Stream.of(range(4))
 
-    assert list(copy.deepcopy(pickle.loads(pickle.dumps(stream)))) == [0, 1, 2, 3]
+    assert list(copy.deepcopy(pickle.loads(pickle.dumps(stream)))) == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -643,14 +712,17 @@ def test_stream_part_needs_a_file_whatever_stage_follows(after, tmp_path):
     ).in_parts(2)
 
     with pytest.raises(
-        ArgumentError, match=r"in_parts\(2\): 1 shards cannot be assigned to 2 parts"
+        ArgumentError,
+        match=r"in_parts\(2\): 1 shards cannot be assigned to 2 parts",
     ):
         sharded(stream, size=4)
 
 
 def test_stream_that_repeats_files_needs_one_a_part(tmp_path):
     (tmp_path / "0.txt").write_text("1\n2\n3\n4\n")
-    stream = Stream.lines(str(tmp_path / "*.txt"), counts=False).repeat().map(int)
+    stream = (
+        Stream.lines(str(tmp_path / "*.txt"), counts=False).repeat().map(int)
+    )
     two = dist.ProcessMesh([0, 1], dim_names=["dp"])
 
     with pytest.raises(

@@ -22,7 +22,9 @@ lines_source = partial(file_source, form=LINES)
 
 
 def csv_source(paths, header=True, **options):
-    return file_source(paths, csv_format(header=header, delimiter=","), **options)
+    return file_source(
+        paths, csv_format(header=header, delimiter=","), **options
+    )
 
 
 def opening(num_parts=1, **what):
@@ -70,7 +72,9 @@ def test_opening_after_s_lines_equals_dropping_s(texts, counts):
     straight = read_all(source, 2)
 
     for skip in range(25):
-        assert read_all(source, 2, skip=skip) == [part[skip:] for part in straight]
+        assert read_all(source, 2, skip=skip) == [
+            part[skip:] for part in straight
+        ]
 
 
 @pytest.mark.parametrize(
@@ -149,13 +153,21 @@ def test_csv_without_a_header_yields_lists(tables):
         ),
         ("a,b\n1,2,3\n", r"row at byte 4 \(line 2\) has 3 fields", 0),
         ("a,a\n1,2\n", "names a field twice", 0),
-        ('a,b\n1,2\n1,"2\n', r"row at byte 8 \(line 3\): .*unexpected end of data", 1),
+        (
+            'a,b\n1,2\n1,"2\n',
+            r"row at byte 8 \(line 3\): .*unexpected end of data",
+            1,
+        ),
         (
             'a,b\n1,2\n1,"2\n\n2,3\n',
             r"row at byte 8 \(line 3\): .*unexpected end of data",
             1,
         ),
-        ('a\n"1"1\n', r"row at byte 2 \(line 2\): .*',' expected after '\"'", 0),
+        (
+            'a\n"1"1\n',
+            r"row at byte 2 \(line 2\): .*',' expected after '\"'",
+            0,
+        ),
         ("a\n\xff\n", r"row at byte 2 \(line 2\): UnicodeDecodeError", 0),
         (
             "a\n" + 900 * "1\n" + "\xff\n",
@@ -163,7 +175,11 @@ def test_csv_without_a_header_yields_lists(tables):
             900,
         ),
         ('a\n\n\n"1\n\n"\n1,2\n', r"row at byte 10 \(line 7\) has 2 fields", 1),
-        (f"a\n{'1' * (1 << 18)}\n", r"row at byte 2 \(line 2\): .*field larger", 0),
+        (
+            f"a\n{'1' * (1 << 18)}\n",
+            r"row at byte 2 \(line 2\): .*field larger",
+            0,
+        ),
     ],
 )
 def test_damaged_table_is_an_error_that_names_file_and_row(
@@ -229,7 +245,9 @@ def test_longer_field_is_read_where_it_is_allowed(tmp_path):
 
 def test_packed_file_that_is_cut_off_is_an_error(tmp_path):
     path = tmp_path / "a.txt.gz"
-    path.write_bytes(gzip.compress("\n".join(map(str, range(10_000))).encode())[:-20])
+    path.write_bytes(
+        gzip.compress("\n".join(map(str, range(10_000))).encode())[:-20]
+    )
 
     with pytest.raises(ShardReadError, match="EOFError"):
         read_all(lines_source(path))
@@ -240,7 +258,8 @@ def test_remote_files_are_read_and_the_connection_may_drop(monkeypatch):
     monkeypatch.setattr("paddle_shard.data.files.files.PAUSES", (0.001,) * 3)
     content = "\n".join(map(str, range(5000))).encode()
     with serving(
-        {"a.txt": content, "b.txt.gz": gzip.compress(content)}, drops=[100, 5000]
+        {"a.txt": content, "b.txt.gz": gzip.compress(content)},
+        drops=[100, 5000],
     ) as server:
         source = lines_source(
             [f"{server.url}/a.txt", f"{server.url}/b.txt.gz"],
@@ -256,15 +275,21 @@ def test_remote_file_that_shrinks_while_it_is_read_is_an_error(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr("paddle_shard.data.files.files.PAUSES", (0.001,) * 3)
     line = b"x" * 99 + b"\n"
-    with serving({"a.txt": 80_000 * line}, rewrites={"a.txt": 70_000 * line}) as server:
+    with serving(
+        {"a.txt": 80_000 * line}, rewrites={"a.txt": 70_000 * line}
+    ) as server:
         source = lines_source(f"{server.url}/a.txt", counts=False)
 
-        with pytest.raises(ShardReadError, match="at byte .* of 8000000: .* replaced"):
+        with pytest.raises(
+            ShardReadError, match="at byte .* of 8000000: .* replaced"
+        ):
             read_all(source)
 
 
 @pytest.mark.parametrize("status", [403, 404, 500])
-def test_error_of_server_has_its_code_and_no_query_of_the_url(status, monkeypatch):
+def test_error_of_server_has_its_code_and_no_query_of_the_url(
+    status, monkeypatch
+):
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr("paddle_shard.data.files.files.PAUSES", (0.001,) * 3)
     with serving({} if status == 404 else {"a.txt": b"1"}) as server:
@@ -277,7 +302,9 @@ def test_error_of_server_has_its_code_and_no_query_of_the_url(status, monkeypatc
     text = "".join(traceback.format_exception(caught.value))
     assert "secret" not in text
     assert f"{server.url}/a.txt" in str(caught.value)
-    assert (str(status) if status != 404 else "FileNotFoundError") in str(caught.value)
+    assert (str(status) if status != 404 else "FileNotFoundError") in str(
+        caught.value
+    )
 
 
 def test_remote_file_is_requested_once(monkeypatch):
@@ -287,7 +314,9 @@ def test_remote_file_is_requested_once(monkeypatch):
         read_all(lines_source(f"{server.url}/a.txt", counts=False))
 
     spans = [span.removeprefix("bytes=").split("-") for _, span in server.asked]
-    assert sum(int(last) + 1 - int(first) for first, last in spans) == len(content)
+    assert sum(int(last) + 1 - int(first) for first, last in spans) == len(
+        content
+    )
 
 
 def test_text_of_no_files_is_refused():
@@ -297,7 +326,12 @@ def test_text_of_no_files_is_refused():
 
 @pytest.mark.parametrize(  # each pair of settings
     ("kind", "counts", "workers"),
-    [("jsonl", True, 0), ("jsonl", False, 2), ("csv", True, 2), ("csv", False, 0)],
+    [
+        ("jsonl", True, 0),
+        ("jsonl", False, 2),
+        ("csv", True, 2),
+        ("csv", False, 0),
+    ],
 )
 def test_damaged_line_that_is_skipped_costs_its_own_row_only(
     kind, counts, workers, tmp_path, caplog
@@ -318,12 +352,16 @@ def test_damaged_line_that_is_skipped_costs_its_own_row_only(
         lambda row: np.array(int(row["n"]))
     )
     loader = sharded(
-        DataLoader(stream, batch_size=4, num_workers=workers), ONE, on_error="skip"
+        DataLoader(stream, batch_size=4, num_workers=workers),
+        ONE,
+        on_error="skip",
     )
     found, batches = [], iter(loader)
     for batch in batches:
         found += (
-            batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+            batch._local_value()
+            .numpy()[batches.valid._local_value().numpy()]
+            .tolist()
         )
 
     assert sorted(found) == [i for i in range(16) if i not in bad]
@@ -331,7 +369,9 @@ def test_damaged_line_that_is_skipped_costs_its_own_row_only(
     assert "skipped sample" in caplog.text
     assert "a." + kind in caplog.text
     with pytest.raises(DataReadError, match=r"(line|row) at byte \d+"):
-        list(sharded(DataLoader(stream, batch_size=4, num_workers=workers), ONE))
+        list(
+            sharded(DataLoader(stream, batch_size=4, num_workers=workers), ONE)
+        )
 
 
 def test_csv_lines_ending_in_a_lone_carriage_return_are_refused(tmp_path):

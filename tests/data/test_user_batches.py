@@ -29,7 +29,9 @@ class Batches:
 
 
 def ids_and_padding(batch):
-    return list(batch.take(range(batch.num_rows))), batch.num_rows - batch.num_positions
+    return list(
+        batch.take(range(batch.num_rows))
+    ), batch.num_rows - batch.num_positions
 
 
 def served(*batches, ranks=2, tail="pad", nominal=None):
@@ -65,7 +67,9 @@ def test_short_last_batch_gets_the_tail(tail, nominal, last):
     ranks=st.integers(1, 3),
     nominal=st.sampled_from([None, 4, 12]),
 )
-def test_user_batches_of_a_sampler_with_drop_last_are_whole(sizes, ranks, nominal):
+def test_user_batches_of_a_sampler_with_drop_last_are_whole(
+    sizes, ranks, nominal
+):
     """Buckets and token budgets end on a batch that is smaller than the nominal size, and mean it."""
     ids = iter(range(100))
     batches = [[next(ids) for _ in range(size * ranks)] for size in sizes]
@@ -140,7 +144,9 @@ def test_empty_batch_is_refused():
 def test_indices_may_be_anything_and_numpy_ints_become_ints():
     assert served(["a", ("b", 1)]) == [(["a", ("b", 1)], 0)]
     assert served(np.array([1, 2])) == [([1, 2], 0)]
-    assert all(type(index) is int for index in served([np.int64(1), np.int32(2)])[0][0])
+    assert all(
+        type(index) is int for index in served([np.int64(1), np.int32(2)])[0][0]
+    )
 
 
 def test_sampler_without_a_length_still_serves():
@@ -153,7 +159,9 @@ def test_sampler_without_a_length_still_serves():
     )
 
     assert source.known_steps(LoaderState()) is None
-    assert [ids_and_padding(batch)[0] for batch in source.batches(LoaderState())] == [
+    assert [
+        ids_and_padding(batch)[0] for batch in source.batches(LoaderState())
+    ] == [
         [0, 1],
         [2, 3],
     ]

@@ -50,7 +50,9 @@ def no_waiting(monkeypatch):
 def tar(members, end=True):
     """A tar of (name, content)."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+    with tarfile.open(
+        fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT
+    ) as archive:
         for name, content in members:
             info = tarfile.TarInfo(name)
             info.size = len(content)
@@ -73,7 +75,9 @@ def shard_of(number, length=None):
         members.append(
             (
                 f"{key}.bin",
-                b"\0" * 900 if i % 5 == 2 else random.randbytes(random.randrange(3000)),
+                b"\0" * 900
+                if i % 5 == 2
+                else random.randbytes(random.randrange(3000)),
             )
         )
     return tar(members)
@@ -81,7 +85,9 @@ def shard_of(number, length=None):
 
 SHARDS = {f"{number:03d}.tar": shard_of(number) for number in range(10)}
 KEYS = [
-    key_of(number, i) for number, length in enumerate(LENGTHS) for i in range(length)
+    key_of(number, i)
+    for number, length in enumerate(LENGTHS)
+    for i in range(length)
 ]
 
 
@@ -91,7 +97,15 @@ def folder(tmp_path_factory):
     for name, content in SHARDS.items():
         (folder / name).write_bytes(content)
     assert (
-        main(["index", f"{folder}/{{000..009}}.tar", "-o", f"{folder}/index.json"]) == 0
+        main(
+            [
+                "index",
+                f"{folder}/{{000..009}}.tar",
+                "-o",
+                f"{folder}/index.json",
+            ]
+        )
+        == 0
     )
     return folder
 
@@ -123,17 +137,24 @@ def test_webdataset_parts_are_every_sample_once(folder, index, num_parts):
     assert sorted(key for part in parts for key in part) == sorted(KEYS)
     if index is not False:
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
-        assert source.lengths(opening(num_parts)) == [len(part) for part in parts]
+        assert source.lengths(opening(num_parts)) == [
+            len(part) for part in parts
+        ]
 
 
 def test_webdataset_index_cuts_more_parts_than_shards(folder):
     parts = keys_of(
-        webdataset_source(f"{folder}/{{000..009}}.tar", index=f"{folder}/index.json"),
+        webdataset_source(
+            f"{folder}/{{000..009}}.tar", index=f"{folder}/index.json"
+        ),
         64,
     )
 
     assert sorted(key for part in parts for key in part) == sorted(KEYS)
-    assert {len(part) for part in parts} == {len(KEYS) // 64, len(KEYS) // 64 + 1}
+    assert {len(part) for part in parts} == {
+        len(KEYS) // 64,
+        len(KEYS) // 64 + 1,
+    }
 
 
 @pytest.mark.parametrize("index", [None, False, True])
@@ -145,9 +166,9 @@ def test_webdataset_opened_after_s_samples_drops_s(folder, index):
 
     # Also at the samples whose places the index keeps: every 64th.
     for skip in (0, 1, 2, 7, 11, 58, 62, 63, 64, 65, 67, 120, 138, 156):
-        assert [list(items) for items in source.open(opening(3, skip=skip))] == [
-            part[skip:] for part in straight
-        ]
+        assert [
+            list(items) for items in source.open(opening(3, skip=skip))
+        ] == [part[skip:] for part in straight]
 
 
 @pytest.mark.filterwarnings(
@@ -162,9 +183,9 @@ def test_webdataset_samples_are_those_of_the_library(folder):
         )
     )
     ours = list(
-        webdataset_source(f"{folder}/{{000..003}}.tar", shuffle_shards=False).open(
-            opening()
-        )[0]
+        webdataset_source(
+            f"{folder}/{{000..003}}.tar", shuffle_shards=False
+        ).open(opening())[0]
     )
 
     assert [
@@ -174,7 +195,9 @@ def test_webdataset_samples_are_those_of_the_library(folder):
 
 @pytest.mark.parametrize("index", [False, True])
 @pytest.mark.parametrize("where", ["file", "http", "memory", "http cached"])
-def test_webdataset_is_the_same_wherever_the_shards_are(folder, where, index, tmp_path):
+def test_webdataset_is_the_same_wherever_the_shards_are(
+    folder, where, index, tmp_path
+):
     import fsspec
 
     local = webdataset_source(
@@ -185,9 +208,15 @@ def test_webdataset_is_the_same_wherever_the_shards_are(folder, where, index, tm
         for items in local.open(opening(2, skip=100))
     ]
     memory = fsspec.filesystem("memory")
-    memory.pipe({f"/w/{path.name}": path.read_bytes() for path in folder.iterdir()})
-    with serving({path.name: path.read_bytes() for path in folder.iterdir()}) as server:
-        base = {"file": folder.as_uri(), "memory": "memory://w"}.get(where, server.url)
+    memory.pipe(
+        {f"/w/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    )
+    with serving(
+        {path.name: path.read_bytes() for path in folder.iterdir()}
+    ) as server:
+        base = {"file": folder.as_uri(), "memory": "memory://w"}.get(
+            where, server.url
+        )
         cache_dir = tmp_path if "cached" in where else None
         source = webdataset_source(
             base + "/{000..009}.tar",
@@ -234,9 +263,10 @@ def test_webdataset_reads_packed_shards_and_finds_cut_ones(pack, tmp_path):
 
     assert keys_of(webdataset_source(str(path)))[0] == KEYS[7:157]
     assert (
-        keys_of(webdataset_source(str(path), index=f"{tmp_path}/index.json"), skip=100)[
-            0
-        ]
+        keys_of(
+            webdataset_source(str(path), index=f"{tmp_path}/index.json"),
+            skip=100,
+        )[0]
         == KEYS[107:157]
     )
 
@@ -266,9 +296,13 @@ def test_webdataset_tar_cut_off_anywhere_is_an_error(index, tmp_path):
     path = tmp_path / "cut.tar"
     path.write_bytes(CUT)
     main(["index", str(path), "-o", f"{tmp_path}/index.json"])
-    source = webdataset_source(str(path), index=index and f"{tmp_path}/index.json")
+    source = webdataset_source(
+        str(path), index=index and f"{tmp_path}/index.json"
+    )
     starts = boundaries(CUT)
-    for at in sorted({b + d for b in starts for d in (0, 1, 511, 512, 600)} - {0}):
+    for at in sorted(
+        {b + d for b in starts for d in (0, 1, 511, 512, 600)} - {0}
+    ):
         path.write_bytes(CUT[:at])
         if at >= starts[-1] + 512 and not index:  # one block of zeros is an end
             assert len(keys_of(source)[0]) == 5
@@ -294,7 +328,9 @@ def test_webdataset_damaged_header_is_an_error(index, tmp_path):
         ShardReadError, match="damaged or cut off: bad checksum at byte"
     ):
         keys_of(
-            webdataset_source(str(path), index=index and f"{path.parent}/index.json")
+            webdataset_source(
+                str(path), index=index and f"{path.parent}/index.json"
+            )
         )
 
 
@@ -320,10 +356,13 @@ def test_webdataset_link_in_a_tar_is_an_error(kind, counted, tmp_path):
             archive.addfile(member, io.BytesIO(b"x"))
 
     with pytest.raises(
-        ShardReadError, match=r"'1.txt' is a link to '0.txt'.*--hard-dereference"
+        ShardReadError,
+        match=r"'1.txt' is a link to '0.txt'.*--hard-dereference",
     ):
         list(
-            Stream.webdataset(str(tmp_path / "a.tar"), index=None if counted else False)
+            Stream.webdataset(
+                str(tmp_path / "a.tar"), index=None if counted else False
+            )
         )
 
 
@@ -360,7 +399,8 @@ def test_webdataset_member_of_negative_size_is_an_error(size, tmp_path):
         ):
             list(
                 Stream.webdataset(
-                    str(tmp_path / "a.tar"), index=index and f"{tmp_path}/index.json"
+                    str(tmp_path / "a.tar"),
+                    index=index and f"{tmp_path}/index.json",
                 )
             )
 
@@ -370,7 +410,8 @@ def test_webdataset_file_name_twice_in_a_sample_is_an_error(tmp_path):
     path.write_bytes(tar([("0.a", b""), ("1.a", b""), ("1.a", b"")]))
 
     with pytest.raises(
-        ShardReadError, match=r"sample 1 failed: ValueError: 1\.a: duplicate file name"
+        ShardReadError,
+        match=r"sample 1 failed: ValueError: 1\.a: duplicate file name",
     ) as caught:
         keys_of(webdataset_source(str(path), index=False))
     assert caught.value.offset == 1
@@ -383,7 +424,8 @@ def test_webdataset_file_name_twice_in_a_sample_is_an_error(tmp_path):
 
 def test_webdataset_names_a_shard_that_is_missing(tmp_path):
     with pytest.raises(
-        ShardReadError, match=r"none\.tar: reading sample 0 failed: FileNotFoundError"
+        ShardReadError,
+        match=r"none\.tar: reading sample 0 failed: FileNotFoundError",
     ):
         keys_of(webdataset_source(f"{tmp_path}/none.tar", index=False))
     with pytest.raises(
@@ -401,7 +443,13 @@ def test_webdataset_dropped_connection_loses_nothing(
 ):
     content = SHARDS["001.tar"]
     # A server without ranges sends all again; one that does not say the size closes unnoticed, so it does not drop.
-    drops = [] if not sized else [10_000, 0, 511] if ranges else [220_000, 0, 500_000]
+    drops = (
+        []
+        if not sized
+        else [10_000, 0, 511]
+        if ranges
+        else [220_000, 0, 500_000]
+    )
     index = (folder / "index.json").read_bytes()
     with serving(
         {"001.tar": content, "index.json": index},
@@ -409,7 +457,9 @@ def test_webdataset_dropped_connection_loses_nothing(
         ranges=ranges,
         sized=sized,
     ) as server:
-        local = list(webdataset_source(f"{folder}/001.tar").open(opening(skip=skip))[0])
+        local = list(
+            webdataset_source(f"{folder}/001.tar").open(opening(skip=skip))[0]
+        )
         source = webdataset_source(
             f"{server.url}/001.tar", index=f"{folder}/index.json"
         )
@@ -427,12 +477,16 @@ def test_webdataset_dropped_connection_loses_nothing(
 def test_webdataset_leaves_a_silent_server_after_the_timeout(monkeypatch):
     monkeypatch.setattr(files, "TIMEOUT", 0.2)
     with serving({"a.tar": SHARDS["001.tar"]}, stalls=[20_000]) as server:
-        assert keys_of(webdataset_source(f"{server.url}/a.tar"))[0] == KEYS[7:157]
+        assert (
+            keys_of(webdataset_source(f"{server.url}/a.tar"))[0] == KEYS[7:157]
+        )
         assert len(server.asked) == 2
 
 
 def test_webdataset_gives_up_on_a_connection_that_drops():
-    with serving({"a.tar": SHARDS["001.tar"]}, drops=[20_000, 0, 0, 0, 0, 0]) as server:
+    with serving(
+        {"a.tar": SHARDS["001.tar"]}, drops=[20_000, 0, 0, 0, 0, 0]
+    ) as server:
         items = webdataset_source(f"{server.url}/a.tar").open(opening())[0]
         read = []
         with pytest.raises(
@@ -449,7 +503,9 @@ def test_webdataset_gives_up_on_a_connection_that_drops():
     [([503, 500, 429], False), ([503] * 4, True), ([404], True), ([403], True)],
 )
 def test_webdataset_asks_again_where_an_answer_may_change(statuses, fails):
-    with serving({"a.tar": SHARDS["000.tar"]}, statuses=list(statuses)) as server:
+    with serving(
+        {"a.tar": SHARDS["000.tar"]}, statuses=list(statuses)
+    ) as server:
         source = webdataset_source(f"{server.url}/a.tar")
         if fails:
             with pytest.raises(ShardReadError, match=f"{statuses[0]}"):
@@ -461,7 +517,9 @@ def test_webdataset_asks_again_where_an_answer_may_change(statuses, fails):
 
 def test_webdataset_shard_of_another_size_is_an_error(folder, tmp_path):
     (tmp_path / "001.tar").write_bytes(SHARDS["002.tar"])
-    source = webdataset_source(f"{tmp_path}/001.tar", index=folder / "index.json")
+    source = webdataset_source(
+        f"{tmp_path}/001.tar", index=folder / "index.json"
+    )
 
     with pytest.raises(
         ShardReadError,
@@ -472,11 +530,15 @@ def test_webdataset_shard_of_another_size_is_an_error(folder, tmp_path):
 
 def test_webdataset_threads_download_each_shard_once(tmp_path):
     with serving(SHARDS) as server:
-        source = webdataset_source(server.url + "/{000..009}.tar", cache_dir=tmp_path)
+        source = webdataset_source(
+            server.url + "/{000..009}.tar", cache_dir=tmp_path
+        )
         found, threads = [], []
         for _ in range(12):
             threads.append(
-                threading.Thread(target=lambda: found.append(keys_of(source, 5)))
+                threading.Thread(
+                    target=lambda: found.append(keys_of(source, 5))
+                )
             )
             threads[-1].start()
         for thread in threads:
@@ -500,7 +562,9 @@ def test_webdataset_processes_download_each_shard_once(tmp_path):
         )
         command = [sys.executable, "-c", script, server.url, str(tmp_path)]
         ranks = [
-            subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*command, str(i)], stdout=subprocess.PIPE, text=True
+            )
             for i in range(2)
         ]
         counts = [int(rank.communicate(timeout=HANG)[0]) for rank in ranks]
@@ -513,16 +577,22 @@ def test_webdataset_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
     def full(source, target, size):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("paddle_shard.data.files.host_cache.shutil.copyfileobj", full)
+    monkeypatch.setattr(
+        "paddle_shard.data.files.host_cache.shutil.copyfileobj", full
+    )
     with (
         serving({"001.tar": SHARDS["001.tar"]}) as server,
-        pytest.raises(ShardReadError, match=r"001\.tar.*No space left on device"),
+        pytest.raises(
+            ShardReadError, match=r"001\.tar.*No space left on device"
+        ),
     ):
         keys_of(webdataset_source(f"{server.url}/001.tar", cache_dir=tmp_path))
 
 
 def test_webdataset_download_that_drops_is_finished(tmp_path):
-    with serving({"001.tar": SHARDS["001.tar"]}, drops=[5_000, 0, 5_000]) as server:
+    with serving(
+        {"001.tar": SHARDS["001.tar"]}, drops=[5_000, 0, 5_000]
+    ) as server:
         source = webdataset_source(f"{server.url}/001.tar", cache_dir=tmp_path)
         assert keys_of(source)[0] == KEYS[7:157]
     [copy] = tmp_path.iterdir()
@@ -564,7 +634,9 @@ def test_webdataset_samples_are_decoded_by_a_stage(tmp_path):
             "npy": array.getvalue(),
             "up": b"a",
         }
-        members += [(f"{i:03d}.{end}", content) for end, content in contents.items()]
+        members += [
+            (f"{i:03d}.{end}", content) for end, content in contents.items()
+        ]
     (tmp_path / "a.tar").write_bytes(tar(members))
 
     def upper(key, data):
@@ -588,19 +660,26 @@ def test_webdataset_samples_are_decoded_by_a_stage(tmp_path):
 def test_webdataset_failing_sample_is_named_by_key_and_tar(
     stage, workers, tmp_path, caplog
 ):
-    members = [(f"{i:03d}.{'cls' if i != 5 else 'txt'}", b"1") for i in range(12)]
+    members = [
+        (f"{i:03d}.{'cls' if i != 5 else 'txt'}", b"1") for i in range(12)
+    ]
     (tmp_path / "a.tar").write_bytes(tar(members))
     stream = getattr(Stream.webdataset(f"{tmp_path}/a.tar").shuffle(8), stage)(
         lambda sample: int(sample["cls"]) > 0
     )
-    stream = stream if stage == "map" else stream.map(lambda sample: int(sample["cls"]))
+    stream = (
+        stream
+        if stage == "map"
+        else stream.map(lambda sample: int(sample["cls"]))
+    )
 
     with pytest.raises(
         DataReadError, match=r"KeyError: 'cls' \(sample '005' of a\.tar\)"
     ):
         list(
             sharded(
-                paddle.io.DataLoader(stream, batch_size=4, num_workers=workers), ONE
+                paddle.io.DataLoader(stream, batch_size=4, num_workers=workers),
+                ONE,
             )
         )
 
@@ -618,7 +697,8 @@ def test_webdataset_names_the_extra_it_needs(monkeypatch):
     monkeypatch.setitem(sys.modules, "webdataset", None)
 
     with pytest.raises(
-        MissingDependencyError, match=r"pip install 'paddle_shard\[webdataset\]'"
+        MissingDependencyError,
+        match=r"pip install 'paddle_shard\[webdataset\]'",
     ):
         webdataset_source("a.tar")
 
@@ -628,7 +708,8 @@ def test_webdataset_without_fsspec_reads_local_files(folder, monkeypatch):
 
     assert keys_of(webdataset_source(f"{folder}/000.tar"))[0] == KEYS[:7]
     with pytest.raises(
-        MissingDependencyError, match=r"reading s3://b/a\.tar: .*fsspec.*\[sources\]"
+        MissingDependencyError,
+        match=r"reading s3://b/a\.tar: .*fsspec.*\[sources\]",
     ):
         keys_of(webdataset_source("s3://b/a.tar"))
 
@@ -655,7 +736,10 @@ def test_index_command_writes_nothing_of_a_damaged_shard(tmp_path, capsys):
     (tmp_path / "b.tar").write_bytes(CUT[:3000])
 
     assert (
-        main(["index", f"{tmp_path}/{{a,b}}.tar", "-o", f"{tmp_path}/index.json"]) == 1
+        main(
+            ["index", f"{tmp_path}/{{a,b}}.tar", "-o", f"{tmp_path}/index.json"]
+        )
+        == 1
     )
 
     assert "b.tar: ReadError" in capsys.readouterr().out
@@ -672,9 +756,9 @@ def test_index_says_where_samples_begin_over_http_too(folder):
         first = next(source.open(opening(skip=130))[0])
 
     assert first["__key__"] == KEYS[137]
-    start = json.loads((folder / "index.json").read_text())["shards"]["001.tar"][
-        "starts"
-    ][2]
+    start = json.loads((folder / "index.json").read_text())["shards"][
+        "001.tar"
+    ]["starts"][2]
     assert [name for name, _ in server.asked] == ["index.json", "001.tar"]
     assert server.asked[1][1].startswith(f"bytes={start}-")
 
@@ -684,7 +768,11 @@ def test_index_says_where_samples_begin_over_http_too(folder):
     [
         ("not json", StateError, "is not an index of shards"),
         ("[]", StateError, "is not an index of shards"),
-        ('{"version": 2, "shards": {}}', StateError, "version 2, this library reads 1"),
+        (
+            '{"version": 2, "shards": {}}',
+            StateError,
+            "version 2, this library reads 1",
+        ),
         (
             '{"version": 1, "shards": {"000.tar": {"samples": "many"}}}',
             StateError,
@@ -728,9 +816,13 @@ def test_index_without_places_serves_as_well(folder, tmp_path):
         del entry["starts"]
     (tmp_path / "i.json").write_text(json.dumps(index))
 
-    source = webdataset_source(f"{folder}/{{000..009}}.tar", index=tmp_path / "i.json")
+    source = webdataset_source(
+        f"{folder}/{{000..009}}.tar", index=tmp_path / "i.json"
+    )
 
-    assert sorted(key for part in keys_of(source, 7) for key in part) == sorted(KEYS)
+    assert sorted(key for part in keys_of(source, 7) for key in part) == sorted(
+        KEYS
+    )
 
 
 def test_index_replaces_no_file_of_another_kind(folder, tmp_path, capsys):
@@ -748,12 +840,15 @@ def test_index_replaces_no_file_of_another_kind(folder, tmp_path, capsys):
     assert f"{rule} {nowhere}" in capsys.readouterr().err
 
 
-def test_index_rejects_shards_that_it_could_not_tell_apart(folder, tmp_path, capsys):
+def test_index_rejects_shards_that_it_could_not_tell_apart(
+    folder, tmp_path, capsys
+):
     (tmp_path / "000.tar").write_bytes(CUT)
 
     with pytest.raises(ArgumentError, match="last piece of their names"):
         webdataset_source(
-            [f"{folder}/000.tar", f"{tmp_path}/000.tar"], index=f"{folder}/index.json"
+            [f"{folder}/000.tar", f"{tmp_path}/000.tar"],
+            index=f"{folder}/index.json",
         )
     assert (
         main(
@@ -767,7 +862,9 @@ def test_index_rejects_shards_that_it_could_not_tell_apart(folder, tmp_path, cap
         )
         == 2
     )
-    assert main(["index", f"{folder}/none-*.tar", "-o", f"{tmp_path}/i.json"]) == 2
+    assert (
+        main(["index", f"{folder}/none-*.tar", "-o", f"{tmp_path}/i.json"]) == 2
+    )
     assert "last piece of their names" in capsys.readouterr().err
 
 
@@ -795,7 +892,9 @@ def test_decode_raises_what_a_decoder_raises():
         Stream.of([sample]).decode("rgb9")
 
 
-@pytest.mark.parametrize("ending", ["pkl", "pickle", "pyd", "pth", "a.pkl", "pkl.gz"])
+@pytest.mark.parametrize(
+    "ending", ["pkl", "pickle", "pyd", "pth", "a.pkl", "pkl.gz"]
+)
 def test_decode_unpickles_only_by_a_handler_of_the_user(ending):
     content = pickle.dumps(7)
     if ending.endswith("gz"):

@@ -19,7 +19,11 @@ def printed(notebook):
     for cell in notebook["cells"]:
         if cell["cell_type"] != "code":
             continue
-        tree, text, value = ast.parse("".join(cell["source"])), io.StringIO(), None
+        tree, text, value = (
+            ast.parse("".join(cell["source"])),
+            io.StringIO(),
+            None,
+        )
         last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
         with contextlib.redirect_stdout(text):
             exec(compile(tree, "<cell>", "exec"), names)
@@ -27,13 +31,19 @@ def printed(notebook):
                 value = eval(
                     compile(ast.Expression(last.value), "<cell>", "eval"), names
                 )
-        found.append(text.getvalue() + ("" if value is None else f"{value!r}\n"))
+        found.append(
+            text.getvalue() + ("" if value is None else f"{value!r}\n")
+        )
     return found
 
 
 def outputs_of(text):
     lines = text.splitlines(keepends=True)
-    return [{"output_type": "stream", "name": "stdout", "text": lines}] if lines else []
+    return (
+        [{"output_type": "stream", "name": "stdout", "text": lines}]
+        if lines
+        else []
+    )
 
 
 def write(path):
@@ -44,10 +54,13 @@ def write(path):
         if cell["cell_type"] == "code":
             number += 1
             cell.update(
-                execution_count=number, metadata={}, outputs=outputs_of(next(of_cells))
+                execution_count=number,
+                metadata={},
+                outputs=outputs_of(next(of_cells)),
             )
     path.write_text(
-        json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        json.dumps(notebook, indent=1, ensure_ascii=False) + "\n",
+        encoding="utf-8",
     )
 
 

@@ -28,7 +28,13 @@ def run_demo(name, processes, directory, *arguments):
         str(processes),
     ]
     process = subprocess.Popen(
-        [*command, "--log-dir", str(directory), str(ROOT / "demos" / name), *arguments],
+        [
+            *command,
+            "--log-dir",
+            str(directory),
+            str(ROOT / "demos" / name),
+            *arguments,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -51,7 +57,9 @@ def shows(name, *processes, arguments=(), needs=None):
         else [pytest.mark.skip(reason=f"{needs} is not installed")]
     )
     runs = [
-        pytest.param((name, number, arguments), id=f"{name}-{number}", marks=marks)
+        pytest.param(
+            (name, number, arguments), id=f"{name}-{number}", marks=marks
+        )
         for number in processes
     ]
     return pytest.mark.parametrize("demo", runs, indirect=True)
@@ -132,7 +140,9 @@ def test_equal_steps_whatever_the_shards(demo):
         "tail='drop': 3 steps on every rank, 24 samples: 47 left out, 0 read again"
         in demo
     )
-    assert "tail='repeat': 18 steps on every rank, 144 samples: 0 left out" in demo
+    assert (
+        "tail='repeat': 18 steps on every rank, 144 samples: 0 left out" in demo
+    )
     assert "tail='error': UnequalEndsError on every rank, after 3 steps" in demo
 
 
@@ -172,5 +182,6 @@ def test_sequences_that_are_split_train_as_one_process_does(demo):
 def test_sequence_demo_trains_as_one_process_does(demo):
     assert "dp=1 x sep=2 x mp=2" in demo
     assert (
-        float(re.search(r"in the order of the rows, by ([\d.e+-]+)", demo)[1]) <= 1e-4
+        float(re.search(r"in the order of the rows, by ([\d.e+-]+)", demo)[1])
+        <= 1e-4
     )

@@ -32,4 +32,7 @@ def test_elastic_demo_trains_each_sample_once_despite_a_kill(tmp_path):
 
     assert re.search(r"at step \d+, \d+ s: node of node [01]\n", text)
     assert int(re.search(r"the job was started (\d+) times", text)[1]) >= 2
-    assert [*re.findall(r"epoch (\d): each sample exactly once", text)] == ["0", "1"]
+    assert [*re.findall(r"epoch (\d): each sample exactly once", text)] == [
+        "0",
+        "1",
+    ]

@@ -42,7 +42,9 @@ def run(tmp_path_factory):
     rank = directory / "rank.py"
     rank.write_text(RANK)
     # Under the launcher, as its reader runs it.
-    reports = launch_ranks(rank, 4, directory / "run", args=[str(DEMO)], timeout=400)
+    reports = launch_ranks(
+        rank, 4, directory / "run", args=[str(DEMO)], timeout=400
+    )
     return reports[0], [
         (directory / "run" / f"workerlog.{k}").read_text() for k in range(4)
     ]
@@ -77,7 +79,8 @@ def test_held_out_loss_is_exact_and_below_the_byte_entropy(run):
         "the last batch is full: nothing shows that padding is left out"
     )
     assert float(found[3]) == pytest.approx(
-        math.log(length) - sum(c * math.log(c) for c in counts) / length, abs=1e-5
+        math.log(length) - sum(c * math.log(c) for c in counts) / length,
+        abs=1e-5,
     )
     assert float(found[1]) < float(found[3])
 
@@ -103,4 +106,9 @@ def test_gpt_shows_progress_on_rank_0_only(run):
     _, logs = run
 
     assert ["training:" in log for log in logs] == [True, False, False, False]
-    assert ["held-out loss" in log for log in logs] == [True, False, False, False]
+    assert ["held-out loss" in log for log in logs] == [
+        True,
+        False,
+        False,
+        False,
+    ]

@@ -14,7 +14,9 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 def test_notebook_prints_what_it_shows(path):
     notebook = json.loads(path.read_text(encoding="utf-8"))
     shown = [
-        cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"
+        cell["outputs"]
+        for cell in notebook["cells"]
+        if cell["cell_type"] == "code"
     ]
     log = logging.getLogger("paddle_shard")
     level = log.level

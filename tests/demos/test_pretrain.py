@@ -18,6 +18,8 @@ def test_pretrain_demo_killed_and_resumed_is_the_straight_run(
     assert code == 0, text
     assert left == []
     assert "parity: the losses of all 32 steps are the straight run's" in text
-    assert float(re.search(r"within ([0-9.]+) rows of its share", text)[1]) <= 1.5
+    assert (
+        float(re.search(r"within ([0-9.]+) rows of its share", text)[1]) <= 1.5
+    )
     assert re.search(r"english +\d+ rows of +\d+ tokens", text)
     assert "epoch 1: each of 128 draws of the mixture exactly once" in text

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.multiprocess
 DEMO = Path(__file__).parents[2] / "demos" / "resume.py"
 DEADLINE = 400
 """Seconds that only a hang takes."""
-MARK = "TEST_DEMO_RESUME"  # what its processes have in their environment, however deep
+# what its processes have in their environment, however deep
+MARK = "TEST_DEMO_RESUME"
 
 
 def run_demo(arguments, directory, name="resume.py"):
@@ -49,9 +50,9 @@ def processes_with(mark):
     found = []
     for directory in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{MARK}={mark}".encode() in (directory / "environ").read_bytes().split(
-                b"\0"
-            ):
+            if f"{MARK}={mark}".encode() in (
+                directory / "environ"
+            ).read_bytes().split(b"\0"):
                 found.append(int(directory.name))
         except OSError:
             continue  # it has ended, or is another user's
@@ -107,10 +108,15 @@ def test_run_that_is_killed_and_resumed_is_the_straight_run(name, runs):
     assert int(parity[1]) == stopped_at - resumed_at
     assert float(parity[2]) <= 1e-5
     certificates = re.findall(
-        r"certificate of (epoch \d): each of 1437 samples exactly once(.*)\n", text
+        r"certificate of (epoch \d): each of 1437 samples exactly once(.*)\n",
+        text,
     )
     epoch, steps = divmod(resumed_at, 45)
-    assert [name for name, _ in certificates] == ["epoch 0", "epoch 1", "epoch 2"]
+    assert [name for name, _ in certificates] == [
+        "epoch 0",
+        "epoch 1",
+        "epoch 2",
+    ]
     assert (
         certificates[epoch][1]
         == f" ({steps} steps by the killed run, {45 - steps} by the resumed run)"

@@ -53,10 +53,13 @@ def as_rank(monkeypatch):
     [
         ([[0, 1]], [[2], [3]], r"shapes \[1, 2\] and \[2, 1\]"),
         ([[0, 1]], [[1, 2]], r"ranks \[0, 1, 1, 2\]"),  # one rank twice
-        ([[0]], [[1]], r"each of the job's 4 must be on one"),  # two ranks on none
+        # two ranks on none
+        ([[0]], [[1]], r"each of the job's 4 must be on one"),
     ],
 )
-def test_meshes_whose_ranks_cannot_be_paired_are_refused(first, second, text, as_rank):
+def test_meshes_whose_ranks_cannot_be_paired_are_refused(
+    first, second, text, as_rank
+):
     as_rank(0, 4)
     with pytest.raises(ArgumentError, match=text):
         Stages(mesh(first), mesh(second))
@@ -78,7 +81,8 @@ def test_call_of_the_other_stage_is_refused(as_rank):
     stages = Stages(mesh([[0]]), mesh([[1]]))
 
     with pytest.raises(
-        ArgumentError, match="send_forward is for stage 0; this rank is on stage 1"
+        ArgumentError,
+        match="send_forward is for stage 0; this rank is on stage 1",
     ):
         stages.send_forward(None)
 
@@ -97,8 +101,14 @@ def test_activation_that_would_arrive_as_another_is_refused(
     import paddle
     from paddle.distributed import Partial, Shard
 
-    class Activation:  # what `send_forward` reads of a distributed tensor, which would need other processes
-        process_mesh, shape, ndim, dtype = mesh(ids), [4, rows], 2, paddle.float32
+    # what `send_forward` reads of a distributed tensor, which would need other processes
+    class Activation:
+        process_mesh, shape, ndim, dtype = (
+            mesh(ids),
+            [4, rows],
+            2,
+            paddle.float32,
+        )
         placements = [Shard(0), Partial() if partial else Shard(1)]
 
     as_rank(0, 4)

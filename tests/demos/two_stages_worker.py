@@ -31,7 +31,8 @@ def data():
     paddle.seed(1024)
     np.random.seed(1024)
     inputs = [
-        np.random.uniform(size=[4, 8]).astype("float32") for _ in range(BATCHES * BATCH)
+        np.random.uniform(size=[4, 8]).astype("float32")
+        for _ in range(BATCHES * BATCH)
     ]
     labels = [np.array(i, dtype="float32") for i in range(BATCHES * BATCH)]
     return [
@@ -46,16 +47,21 @@ def weights():
 
 
 def loss_fn(logits, label):
-    return paddle.nn.MSELoss(reduction="sum")(paddle.sum(logits, axis=[1, 2]), label)
+    return paddle.nn.MSELoss(reduction="sum")(
+        paddle.sum(logits, axis=[1, 2]), label
+    )
 
 
 def whole():
     batches, parameters = data(), weights()
-    optimizer = paddle.optimizer.AdamW(learning_rate=0.001, parameters=parameters)
+    optimizer = paddle.optimizer.AdamW(
+        learning_rate=0.001, parameters=parameters
+    )
     losses = []
     for x, y in batches:
         loss = loss_fn(
-            paddle.to_tensor(x) @ parameters[0] @ parameters[1], paddle.to_tensor(y)
+            paddle.to_tensor(x) @ parameters[0] @ parameters[1],
+            paddle.to_tensor(y),
         )
         loss.backward()
         optimizer.step()
@@ -92,7 +98,9 @@ def staged(name):
             loss = loss_fn(h @ weight, placed(y))
             loss.backward()
             stages.send_backward(h)
-            losses.append(dist.reshard(loss, mesh, [R, R])._local_value().item())
+            losses.append(
+                dist.reshard(loss, mesh, [R, R])._local_value().item()
+            )
         optimizer.step()
         optimizer.clear_grad()
     dist.barrier()

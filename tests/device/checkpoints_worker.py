@@ -29,7 +29,11 @@ def layer_of(dim, weight=WEIGHT, bias=BIAS):
     """Return a layer whose weight is split along a dim; its bias too, or whole for None."""
 
     def parameter(value, split):
-        mine = np.array_split(value, 2, split)[RANK] if split is not None else value
+        mine = (
+            np.array_split(value, 2, split)[RANK]
+            if split is not None
+            else value
+        )
         kind = dist.Replicate() if split is None else dist.Shard(split)
         made = dist.auto_parallel.api.dtensor_from_local(
             paddle.to_tensor(mine), MESH, [kind]

@@ -5,7 +5,9 @@ import os
 import pytest
 
 ROOT = os.environ.get("CUSTOM_DEVICE_ROOT")
-collect_ignore_glob = [] if ROOT or "PADDLE_SHARD_GPU" in os.environ else ["test_*.py"]
+collect_ignore_glob = (
+    [] if ROOT or "PADDLE_SHARD_GPU" in os.environ else ["test_*.py"]
+)
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +25,9 @@ def counters(plugin):
 
     def counted():
         found = on_standin.read_json(plugin.standin_counters)
-        return {name: tuple(counts) for name, counts in found.items() if counts[0]}
+        return {
+            name: tuple(counts) for name, counts in found.items() if counts[0]
+        }
 
     counted()
     return counted

@@ -9,14 +9,20 @@ from paddle.framework import core
 ON_GPU = paddle.is_compiled_with_cuda()
 NAME = "gpu" if ON_GPU else "standin"
 DEVICE, OTHER = f"{NAME}:0", f"{NAME}:1"
-COUNT = core.get_cuda_device_count() if ON_GPU else core.get_custom_device_count(NAME)
+COUNT = (
+    core.get_cuda_device_count()
+    if ON_GPU
+    else core.get_custom_device_count(NAME)
+)
 needs_two = pytest.mark.skipif(
     COUNT < 2, reason=f"needs two devices, and {COUNT} is there"
 )
 
 
 def place(number=0):
-    return paddle.CUDAPlace(number) if ON_GPU else paddle.CustomPlace(NAME, number)
+    return (
+        paddle.CUDAPlace(number) if ON_GPU else paddle.CustomPlace(NAME, number)
+    )
 
 
 def generator():

@@ -9,7 +9,14 @@ from pathlib import Path
 HERE = Path(__file__).parent
 FILES = [
     f"test_{name}.py"
-    for name in ("gpu", "delivery", "generators", "ranks", "drops", "checkpoints")
+    for name in (
+        "gpu",
+        "delivery",
+        "generators",
+        "ranks",
+        "drops",
+        "checkpoints",
+    )
 ]
 WAY_OUT = "Give a Python that has paddlepaddle-gpu, numpy and pytest: make test-gpu GPU_PYTHON=/path/to/python"
 
@@ -17,16 +24,16 @@ WAY_OUT = "Give a Python that has paddlepaddle-gpu, numpy and pytest: make test-
 def why_not():
     """Return why there is nothing to run; empty if there is a GPU."""
     missing = [
-        name for name in ("paddle", "numpy", "pytest") if find_spec(name) is None
+        name
+        for name in ("paddle", "numpy", "pytest")
+        if find_spec(name) is None
     ]
     if missing:
         return f"{sys.executable} has no {', '.join(missing)}"
     import paddle
 
     if not paddle.is_compiled_with_cuda():
-        return (
-            f"Paddle {paddle.__version__} of {sys.executable} is a build without CUDA"
-        )
+        return f"Paddle {paddle.__version__} of {sys.executable} is a build without CUDA"
     if not paddle.device.cuda.device_count():
         return f"Paddle {paddle.__version__} of {sys.executable} sees no GPU (CUDA_VISIBLE_DEVICES, nvidia-smi)"
     return ""
@@ -62,7 +69,9 @@ def main():
     ]
     files = [str(HERE / name) for name in FILES]
     return subprocess.run(
-        [*command, *files], env=os.environ | {"PADDLE_SHARD_GPU": "1"}, check=False
+        [*command, *files],
+        env=os.environ | {"PADDLE_SHARD_GPU": "1"},
+        check=False,
     ).returncode
 
 

@@ -17,7 +17,9 @@ import pytest
 
 DEVICE = "standin:0"
 paddle.set_device(DEVICE)
-plugin = ctypes.CDLL(str(Path(os.environ["CUSTOM_DEVICE_ROOT"]) / "libstandin.so"))
+plugin = ctypes.CDLL(
+    str(Path(os.environ["CUSTOM_DEVICE_ROOT"]) / "libstandin.so")
+)
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 plugin.standin_work.argtypes = [_POINTER, ctypes.c_long]
 plugin.standin_wait.argtypes = plugin.standin_close.argtypes = [_POINTER]
@@ -25,7 +27,10 @@ plugin.standin_counters.argtypes = [ctypes.c_char_p, _SIZE]
 plugin.standin_facts.argtypes = [ctypes.c_char_p, _SIZE]
 plugin.standin_sum.argtypes = [_POINTER, _POINTER, _SIZE, _SIZE]
 plugin.standin_sums.argtypes = [_POINTER, _SIZE]
-plugin.standin_pinned.argtypes, plugin.standin_pinned.restype = [_SIZE], _POINTER
+plugin.standin_pinned.argtypes, plugin.standin_pinned.restype = (
+    [_SIZE],
+    _POINTER,
+)
 plugin.standin_copy_us.argtypes = [_POINTER, _POINTER, _SIZE, ctypes.c_int]
 plugin.standin_copy_us.restype = ctypes.c_double
 plugin.standin_pin_numpy.argtypes = [_POINTER]
@@ -86,7 +91,9 @@ _numpy = paddle.Tensor.numpy
 def numpy(tensor, *args):
     """`Tensor.numpy` without a crash of Paddle 3.3.1: on a custom device it takes a distributed tensor for a dense."""
     if tensor.is_dist() and tensor.place.is_custom_place():
-        if any(not placement.is_replicated() for placement in tensor.placements):
+        if any(
+            not placement.is_replicated() for placement in tensor.placements
+        ):
             tensor = dist.reshard(
                 tensor,
                 tensor.process_mesh,

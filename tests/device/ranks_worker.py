@@ -36,7 +36,10 @@ class Data(paddle.io.Dataset):
 def loader_of(data=None, mesh=MESH, given=None, **options):
     shuffle = {} if data is not None else {"shuffle": True}
     dataloader = paddle.io.DataLoader(
-        Data() if data is None else data, batch_size=8, **shuffle, **(given or {})
+        Data() if data is None else data,
+        batch_size=8,
+        **shuffle,
+        **(given or {}),
     )
     return paddle_shard.shard_dataloader(
         dataloader, mesh, shard_dims="dp", seed=3, **options
@@ -58,7 +61,9 @@ CASES = {
     "workers": lambda: loader_of(given={"num_workers": 2}),
     "padded": lambda: loader_of(tail="fill"),
     "verified": lambda: loader_of(verify=1),
-    "stream": lambda: loader_of(Stream.of(lambda: zip(ROWS, LABELS, strict=True))),
+    "stream": lambda: loader_of(
+        Stream.of(lambda: zip(ROWS, LABELS, strict=True))
+    ),
     "leader": lambda: loader_of(mesh=REPLICAS, replicas="leader"),
     "resumed": resumed,
 }
@@ -69,16 +74,22 @@ def trained(loader):
     net = paddle.nn.Linear(8, 4)
     for parameter in net.parameters():
         weights = (
-            np.random.default_rng(1).normal(size=parameter.shape).astype("float32")
+            np.random.default_rng(1)
+            .normal(size=parameter.shape)
+            .astype("float32")
         )
         parameter.set_value(paddle.to_tensor(weights))
-    adam = paddle.optimizer.AdamW(learning_rate=0.05, parameters=net.parameters())
+    adam = paddle.optimizer.AdamW(
+        learning_rate=0.05, parameters=net.parameters()
+    )
     losses, places, rows = [], set(), []
     for _ in range(2):
         for x, y in loader:
             places.add(str(x.place))
             rows.append(
-                np.round(x._local_value().numpy()[:, 0].astype("float64"), 4).tolist()
+                np.round(
+                    x._local_value().numpy()[:, 0].astype("float64"), 4
+                ).tolist()
             )
             # Local tensors and plain collectives: Paddle's own reshards are for the CPU only in this wheel.
             # No matrix product: tests/device/real carries Paddle without MKL.
@@ -92,7 +103,8 @@ def trained(loader):
                     dist.all_reduce(parameter.grad)
                     parameter.grad.set_value(parameter.grad / SIZE)
             adam.step()
-            adam.clear_grad(set_to_zero=False)  # Paddle writes zeros from the host
+            # Paddle writes zeros from the host
+            adam.clear_grad(set_to_zero=False)
             whole = loss.detach().clone()
             dist.all_reduce(whole)
             losses.append(round(float(whole) / SIZE, 5))

@@ -51,15 +51,21 @@ class Empty(Data):
 
 
 def given(data=None, **more):
-    return paddle.io.DataLoader(Data() if data is None else data, batch_size=8, **more)
+    return paddle.io.DataLoader(
+        Data() if data is None else data, batch_size=8, **more
+    )
 
 
 def loader_of(dataloader, mesh=MESH, **options):
-    return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", **options)
+    return paddle_shard.shard_dataloader(
+        dataloader, mesh, shard_dims="dp", **options
+    )
 
 
 def stream():
-    return Stream.of(lambda: ((ROWS[index], index) for index in range(len(ROWS))))
+    return Stream.of(
+        lambda: ((ROWS[index], index) for index in range(len(ROWS)))
+    )
 
 
 KINDS = {
@@ -88,7 +94,9 @@ def counted(loader, counters):
 
 NOT_AHEAD = {
     "prefetch 0": lambda data=None: loader_of(given(data), prefetch=0),
-    "unbuffered": lambda data=None: loader_of(given(data, use_buffer_reader=False)),
+    "unbuffered": lambda data=None: loader_of(
+        given(data, use_buffer_reader=False)
+    ),
 }
 KINDS |= NOT_AHEAD
 
@@ -122,7 +130,9 @@ class OneBuffer(Data):
     def __getitems__(self, indices):
         self.array[:] = ROWS[indices]
         paddle.assign(
-            paddle.to_tensor(np.array(indices, "float32"), place=paddle.CPUPlace()),
+            paddle.to_tensor(
+                np.array(indices, "float32"), place=paddle.CPUPlace()
+            ),
             self.tensor,
         )
         return self.array, self.tensor
@@ -142,9 +152,9 @@ def test_queued_copy_reads_its_batch_as_it_was(kind, data, plugin):
         np.concatenate([x._local_value().numpy() for x, _ in found]).tolist()
         == ROWS.tolist()
     )
-    assert [i for _, y in found for i in y._local_value().numpy().tolist()] == list(
-        range(len(ROWS))
-    )
+    assert [
+        i for _, y in found for i in y._local_value().numpy().tolist()
+    ] == list(range(len(ROWS)))
 
 
 @pytest.mark.parametrize("kind", NOT_AHEAD)
@@ -241,7 +251,9 @@ def test_queued_copies_let_other_threads_run_while_full(plugin):
     over.set()
 
     assert took > SETTLE / 2
-    assert max(np.diff([began, *ran, began + took])) < took / 2, f"of {took:.3f} s"
+    assert max(np.diff([began, *ran, began + took])) < took / 2, (
+        f"of {took:.3f} s"
+    )
 
 
 def test_scattered_rows_need_no_index_on_the_device(monkeypatch):
@@ -249,7 +261,9 @@ def test_scattered_rows_need_no_index_on_the_device(monkeypatch):
     dataloader, two = given(), dist.ProcessMesh([0, 1], dim_names=["dp"])
     dataloader.batch_sampler._acc_steps = 2
     batches = iter(
-        paddle_shard.shard_dataloader(dataloader, [two, two], shard_dims=["dp", None])
+        paddle_shard.shard_dataloader(
+            dataloader, [two, two], shard_dims=["dp", None]
+        )
     )
     monkeypatch.setattr(paddle, "to_tensor", None)
     rows, indices = (leaf._local_value() for leaf in next(batches))
@@ -279,7 +293,9 @@ def test_place_may_be_that_of_a_tensor(plugin):
     """It is an object of another class, which Paddle takes for no choice of a device where it makes an event."""
     other = paddle.CustomPlace("standin", 1)
     maker = TensorMaker(paddle.ones([1])._copy_to(other, True).place)
-    plugin.standin_close(paddle.device.current_stream(other).stream_base.raw_stream)
+    plugin.standin_close(
+        paddle.device.current_stream(other).stream_base.raw_stream
+    )
     made = [maker([np.arange(3)], True)()]
     time.sleep(SETTLE)
     made.append(maker([np.arange(3)], True)())  # gives up what was copied
@@ -297,13 +313,17 @@ def test_device_samples_are_stacked_on_the_device(monkeypatch):
     stacked = []
     stack = paddle.stack
     monkeypatch.setattr(
-        paddle, "stack", lambda tensors: stacked.append(len(tensors)) or stack(tensors)
+        paddle,
+        "stack",
+        lambda tensors: stacked.append(len(tensors)) or stack(tensors),
     )
 
     rows = [x._local_value() for x, _ in loader_of(given(DeviceTensors()))]
 
     assert stacked == [8] * 20
-    assert np.concatenate([row.numpy() for row in rows]).tolist() == ROWS.tolist()
+    assert (
+        np.concatenate([row.numpy() for row in rows]).tolist() == ROWS.tolist()
+    )
 
 
 WAYS = {
@@ -330,7 +350,9 @@ def test_next_does_not_wait_for_what_the_device_has_to_compute(way, plugin):
         plugin.standin_close(COMPUTE)
         found = []
         waiting = threading.Thread(
-            target=lambda batches=batches, found=found: found.append(next(batches)),
+            target=lambda batches=batches, found=found: found.append(
+                next(batches)
+            ),
             daemon=True,
         )
         try:
@@ -348,7 +370,9 @@ def test_valid_does_not_wait_for_what_the_device_has_to_compute(plugin):
     next(batches)
     plugin.standin_close(COMPUTE)
     found = []
-    waiting = threading.Thread(target=lambda: found.append(batches.valid), daemon=True)
+    waiting = threading.Thread(
+        target=lambda: found.append(batches.valid), daemon=True
+    )
     try:
         waiting.start()
         waiting.join(HANG)

@@ -64,7 +64,10 @@ class Foreign:
 
 
 def stacked(samples):
-    return [np.stack([x for x, _ in samples]), np.array([y for _, y in samples])]
+    return [
+        np.stack([x for x, _ in samples]),
+        np.array([y for _, y in samples]),
+    ]
 
 
 def host_tensors(samples):
@@ -84,7 +87,9 @@ def samples():
 
 
 def given(data=None, **more):
-    return paddle.io.DataLoader(Data() if data is None else data, batch_size=8, **more)
+    return paddle.io.DataLoader(
+        Data() if data is None else data, batch_size=8, **more
+    )
 
 
 KINDS = {
@@ -93,11 +98,17 @@ KINDS = {
     "prefetch 0": lambda **how: (given(**how), {"prefetch": 0}),
     "prefetch 2": lambda **how: (given(**how), {"prefetch": 2}),
     "workers": lambda **how: (given(num_workers=2, **how), {}),
-    "workers, prefetch 2": lambda **how: (given(num_workers=2, **how), {"prefetch": 2}),
+    "workers, prefetch 2": lambda **how: (
+        given(num_workers=2, **how),
+        {"prefetch": 2},
+    ),
     "unbuffered": lambda **how: (given(use_buffer_reader=False, **how), {}),
     "nested": lambda **how: (given(Nested(), **how), {}),
     "host tensors": lambda **how: (given(HostTensors(), **how), {}),
-    "collated host tensors": lambda **how: (given(collate_fn=host_tensors, **how), {}),
+    "collated host tensors": lambda **how: (
+        given(collate_fn=host_tensors, **how),
+        {},
+    ),
     "collated foreign tensors": lambda **how: (
         given(collate_fn=foreign_tensors, **how),
         {},
@@ -144,7 +155,9 @@ def shown(leaf):
 
 def passes(kind, places):
     dataloader, options = KINDS[kind](places=places)
-    loader = paddle_shard.shard_dataloader(dataloader, MESH, shard_dims="dp", **options)
+    loader = paddle_shard.shard_dataloader(
+        dataloader, MESH, shard_dims="dp", **options
+    )
     return [[leaves(batch) for batch in loader] for _ in range(2)]
 
 
@@ -160,9 +173,9 @@ def test_device_batches_of_all_kinds_have_the_bytes_of_the_cpu(kind):
         if isinstance(t, paddle.Tensor)
     ]
     assert {str(tensor.place) for tensor in tensors} == {str(PLACE)}
-    assert [[list(map(shown, batch)) for batch in one] for one in on_device] == [
-        [list(map(shown, batch)) for batch in one] for one in on_cpu
-    ]
+    assert [
+        [list(map(shown, batch)) for batch in one] for one in on_device
+    ] == [[list(map(shown, batch)) for batch in one] for one in on_cpu]
 
 
 @pytest.fixture
@@ -186,14 +199,22 @@ def views(samples):
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 2}], ids=str)
-def test_views_of_tensors_in_host_memory_come_with_their_numbers(options, with_views):
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch": 0}, {"prefetch": 2}], ids=str
+)
+def test_views_of_tensors_in_host_memory_come_with_their_numbers(
+    options, with_views
+):
     loader = paddle_shard.shard_dataloader(
-        given(collate_fn=views, places=[PLACE]), MESH, shard_dims="dp", **options
+        given(collate_fn=views, places=[PLACE]),
+        MESH,
+        shard_dims="dp",
+        **options,
     )
 
     turned, cut, late = (
-        np.concatenate(found) for found in zip(*map(arrays, loader), strict=True)
+        np.concatenate(found)
+        for found in zip(*map(arrays, loader), strict=True)
     )
 
     assert turned.tolist() == ROWS.reshape(-1, 2, 4).transpose(0, 2, 1).tolist()
@@ -232,7 +253,9 @@ def test_collate_fn_tensors_on_the_device_stay_there():
 
     batches = list(loader)
 
-    assert {str(leaf.place) for batch in batches for leaf in batch} == {str(PLACE)}
+    assert {str(leaf.place) for batch in batches for leaf in batch} == {
+        str(PLACE)
+    }
     assert [
         i for batch in batches for i in batch[1]._local_value().numpy().tolist()
     ] == list(range(45))
@@ -264,7 +287,9 @@ class OneMemory(Data):
         return self.array[: len(indices)], self.tensor[: len(indices)]
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch": 0}, {"prefetch": 2}], ids=str
+)
 def test_data_set_may_use_its_memory_again_for_the_next_batch(options):
     loader = paddle_shard.shard_dataloader(
         given(OneMemory(), places=[PLACE]), MESH, shard_dims="dp", **options
@@ -288,6 +313,9 @@ def test_valid_is_where_the_batch_is_and_counts_its_rows():
         batches = iter(loader)
         for x, _ in batches:
             assert str(batches.valid.place) == str(x.place)
-        assert batches.valid._local_value().numpy().tolist() == [True] * 5 + [False] * 3
+        assert (
+            batches.valid._local_value().numpy().tolist()
+            == [True] * 5 + [False] * 3
+        )
     finally:
         paddle.set_device(DEVICE)

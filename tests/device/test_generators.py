@@ -23,7 +23,10 @@ class Draws(paddle.io.Dataset):
 
     def __getitem__(self, index):
         return np.concatenate(
-            [[index, np.random.rand(), random.random()], paddle.rand([2]).numpy()]
+            [
+                [index, np.random.rand(), random.random()],
+                paddle.rand([2]).numpy(),
+            ]
         )
 
     def __len__(self):
@@ -79,10 +82,14 @@ def order(device):
             sampler=paddle.io.SubsetRandomSampler(list(range(24))), batch_size=8
         )
         before = generators()
-        batches = list(loader_of(paddle.io.DataLoader(Draws(), batch_sampler=sampler)))
+        batches = list(
+            loader_of(paddle.io.DataLoader(Draws(), batch_sampler=sampler))
+        )
         assert generators() == before
         return [
-            int(row[0]) for batch in batches for row in batch._local_value().numpy()
+            int(row[0])
+            for batch in batches
+            for row in batch._local_value().numpy()
         ]
     finally:
         paddle.set_device(DEVICE)

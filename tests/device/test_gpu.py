@@ -42,8 +42,12 @@ class Data(paddle.io.Dataset):
 
 def loader_of(way):
     given, options = WAYS[way]
-    dataloader = paddle.io.DataLoader(Data(), batch_size=ROWS, places=place(), **given)
-    return paddle_shard.shard_dataloader(dataloader, MESH, shard_dims="dp", **options)
+    dataloader = paddle.io.DataLoader(
+        Data(), batch_size=ROWS, places=place(), **given
+    )
+    return paddle_shard.shard_dataloader(
+        dataloader, MESH, shard_dims="dp", **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,9 @@ def test_how_fast_is_a_copy(work):
     for kind in ("pageable", "pinned") if ON_GPU else ("pageable",):
         tensor = paddle.to_tensor(
             array,
-            place=paddle.CUDAPinnedPlace() if kind == "pinned" else paddle.CPUPlace(),
+            place=paddle.CUDAPinnedPlace()
+            if kind == "pinned"
+            else paddle.CPUPlace(),
         )
         times = []
         for _ in range(10):
@@ -80,12 +86,17 @@ def test_next_does_not_wait_for_what_the_device_has_to_compute(way, work):
 
 
 @pytest.mark.skipif(
-    not ON_GPU, reason="on the stand-in an operator is run on the CPU, which waits"
+    not ON_GPU,
+    reason="on the stand-in an operator is run on the CPU, which waits",
 )
 def test_next_does_not_wait_for_scattered_rows_or_empty_fields(work):
     def collate(samples):
         rows, indices = zip(*samples, strict=True)
-        return [np.stack(rows), np.array(indices), np.empty([len(rows), 0], "float32")]
+        return [
+            np.stack(rows),
+            np.array(indices),
+            np.empty([len(rows), 0], "float32"),
+        ]
 
     dataloader = paddle.io.DataLoader(
         Data(), batch_size=ROWS, places=place(), collate_fn=collate
@@ -159,9 +170,12 @@ def test_rank_takes_memory_of_its_own_gpu_only():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     print(
-        "\nGPUs that a process of gpu:1 uses:", "; ".join(done.stdout.splitlines()[-3:])
+        "\nGPUs that a process of gpu:1 uses:",
+        "; ".join(done.stdout.splitlines()[-3:]),
     )
-    _, paddles, ours = (line.split("[")[1] for line in done.stdout.splitlines()[-3:])
+    _, paddles, ours = (
+        line.split("[")[1] for line in done.stdout.splitlines()[-3:]
+    )
 
     assert ours == paddles
 
@@ -191,7 +205,10 @@ def test_step_takes_its_work_and_its_copy(work):
     """The copy is queued behind the work, and nothing stands still between them."""
     busy, took = 0.02, {}
     given = paddle.io.DataLoader(Data(), batch_size=ROWS, places=place())
-    loops = {"no data": lambda: [None] * STEPS, "Paddle's own loader": lambda: given}
+    loops = {
+        "no data": lambda: [None] * STEPS,
+        "Paddle's own loader": lambda: given,
+    }
     loops |= {
         way: lambda way=way: loader_of(way)
         for way in ("default", "2 workers", "prefetch=0")
@@ -205,7 +222,9 @@ def test_step_takes_its_work_and_its_copy(work):
                 work(busy)
                 ends.append(time.perf_counter())
             work.wait()
-            times.append((time.perf_counter() - ends[3]) * 1000 / (len(ends) - 4))
+            times.append(
+                (time.perf_counter() - ends[3]) * 1000 / (len(ends) - 4)
+            )
         took[way] = statistics.median(times)
     shown = ", ".join(f"{way} {ms:.1f}" for way, ms in took.items())
     print(

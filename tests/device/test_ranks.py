@@ -9,7 +9,15 @@ from tests.device.devices import NAME, needs_two
 from tests.jobs import launch_ranks
 
 HERE = Path(__file__).parent
-CASES = ["plain", "workers", "padded", "verified", "stream", "leader", "resumed"]
+CASES = [
+    "plain",
+    "workers",
+    "padded",
+    "verified",
+    "stream",
+    "leader",
+    "resumed",
+]
 
 
 @pytest.fixture(scope="module")
@@ -17,10 +25,17 @@ def jobs(tmp_path_factory):
     def run(device):
         environment = {"ON": device}
         if device == "cpu":
-            environment |= {"CUSTOM_DEVICE_ROOT": "", "PADDLE_DISTRI_BACKEND": "gloo"}
+            environment |= {
+                "CUSTOM_DEVICE_ROOT": "",
+                "PADDLE_DISTRI_BACKEND": "gloo",
+            }
         folder = tmp_path_factory.mktemp(device)
         return launch_ranks(
-            HERE / "ranks_worker.py", 2, folder, env=environment, timeout=2 * HANG
+            HERE / "ranks_worker.py",
+            2,
+            folder,
+            env=environment,
+            timeout=2 * HANG,
         )
 
     return {device: run(device) for device in (NAME, "cpu")}

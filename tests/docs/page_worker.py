@@ -56,12 +56,16 @@ def write_tars(folder):
         with tarfile.open(folder / f"train-{shard:03d}.tar", "w") as tar:
             for number in range(20):
                 picture = io.BytesIO()
-                Image.new("RGB", (4, 4), (shard, number, 0)).save(picture, "PNG")
+                Image.new("RGB", (4, 4), (shard, number, 0)).save(
+                    picture, "PNG"
+                )
                 for suffix, content in (
                     ("png", picture.getvalue()),
                     ("cls", str(number % 4).encode()),
                 ):
-                    member = tarfile.TarInfo(f"{shard:03d}{number:03d}.{suffix}")
+                    member = tarfile.TarInfo(
+                        f"{shard:03d}{number:03d}.{suffix}"
+                    )
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
 
@@ -104,7 +108,12 @@ def taken_for_granted(ranks):
         "tokenized": Tokenized(),
         **{
             name: Rows(length)
-            for name, length in (("web", 100), ("code", 40), ("chat", 9), ("books", 7))
+            for name, length in (
+                ("web", 100),
+                ("code", 40),
+                ("chat", 9),
+                ("books", 7),
+            )
         },
         "more_web": Rows(130),
         **{name: tokens() for name in ("documents", "web_texts", "code_texts")},
@@ -128,13 +137,16 @@ def main(page, folder):
     os.chdir(folder)
     sys.path.append(str(Path(__file__).parents[2] / "demos"))  # recipes to copy
     names, printed = taken_for_granted(ranks), io.StringIO()
-    blocks = re.findall(r"^ *```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^ *```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL
+    )
     with contextlib.redirect_stdout(printed):
         for number, block in enumerate(blocks):
             exec(
                 compile(
                     textwrap.dedent(block),
-                    f"{Path(page).name}: Python block {number + 1}",  # Paddle cuts at commas
+                    # Paddle cuts at commas
+                    f"{Path(page).name}: Python block {number + 1}",
                     "exec",
                 ),
                 names,

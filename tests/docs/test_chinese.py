@@ -11,11 +11,15 @@ PAGES = [ROOT / "README_cn.md", *sorted((ROOT / "docs/cn").glob("*.md"))]
 
 
 def english(page):
-    return ROOT / "README.md" if page.parent == ROOT else ROOT / "docs" / page.name
+    return (
+        ROOT / "README.md" if page.parent == ROOT else ROOT / "docs" / page.name
+    )
 
 
 def blocks(page):
-    return re.findall(r"^```.*?^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(
+        r"^```.*?^```", page.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
 
 
 def codes(text):
@@ -38,18 +42,24 @@ def rows(page):
 def targets(page):
     """The files of the repository and the addresses that a page links to; a page in Chinese is its English one."""
     found = re.findall(r"\]\(([^)#]+)[^)]*\)", without_blocks(page.read_text()))
-    paths = [one if "://" in one else (page.parent / one).resolve() for one in found]
+    paths = [
+        one if "://" in one else (page.parent / one).resolve() for one in found
+    ]
     return sorted(
         str(english(one) if isinstance(one, Path) and one in PAGES else one)
         for one in paths
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_page_in_chinese_says_what_the_english_one_says(page):
     one, two = page.read_text(), english(page).read_text()
     assert blocks(page) == blocks(english(page))
-    assert re.findall("^#+", one, re.MULTILINE) == re.findall("^#+", two, re.MULTILINE)
+    assert re.findall("^#+", one, re.MULTILINE) == re.findall(
+        "^#+", two, re.MULTILINE
+    )
     assert rows(page) == rows(english(page))
     assert codes(without_blocks(one)) == codes(without_blocks(two))
     # Each links to the other, in its second line.
@@ -57,15 +67,18 @@ def test_page_in_chinese_says_what_the_english_one_says(page):
     assert {(page.parent / re.findall(r"\]\((.*?)\)", one)[0]).resolve()} == {
         english(page)
     }
-    assert {(english(page).parent / re.findall(r"\]\((.*?)\)", two)[0]).resolve()} == {
-        page
-    }
+    assert {
+        (english(page).parent / re.findall(r"\]\((.*?)\)", two)[0]).resolve()
+    } == {page}
     assert [one for one in targets(page) if one not in map(str, paths)] == [
         one for one in targets(english(page)) if one not in map(str, paths)
     ]
 
 
 def test_pages_that_a_newcomer_needs_are_there():
-    assert {"checkpoint.md", "from_paddle.md", "trainers.md", "troubleshooting.md"} <= {
-        page.name for page in PAGES
-    }
+    assert {
+        "checkpoint.md",
+        "from_paddle.md",
+        "trainers.md",
+        "troubleshooting.md",
+    } <= {page.name for page in PAGES}

@@ -76,7 +76,9 @@ def code_in(page):
     "page",
     [
         # test_tutorial runs the tutorial, too, and kills it.
-        pytest.param(page, marks=[pytest.mark.long] * (page.name == "tutorial.md"))
+        pytest.param(
+            page, marks=[pytest.mark.long] * (page.name == "tutorial.md")
+        )
         for page in PAGES
         if "```python" in page.read_text()
     ],
@@ -92,14 +94,18 @@ def test_python_of_a_page_runs(page, tmp_path):
         preload(*EXTRAS.get(page.name, ()))
 
     reports = run_ranks(
-        worker, ranks, tmp_path / "run", args=[page, tmp_path / "work"], timeout=HANG
+        worker,
+        ranks,
+        tmp_path / "run",
+        args=[page, tmp_path / "work"],
+        timeout=HANG,
     )
 
     assert all(report["blocks"] for report in reports)
     for promised in re.findall(r"prints `([^`]+)`", page.read_text()):
-        assert all(promised in report["printed"] for report in reports), reports[0][
-            "printed"
-        ]
+        assert all(promised in report["printed"] for report in reports), (
+            reports[0]["printed"]
+        )
 
 
 def test_scripts_of_other_libraries_are_python():
@@ -148,7 +154,9 @@ def test_bare_names_in_the_recipes_exist():
         for folder in ("paddle_shard", "tests")
         for file in (ROOT / folder).rglob("*.py")
     ]
-    there = set(re.findall(r"\w+", "\n".join(file.read_text() for file in files)))
+    there = set(
+        re.findall(r"\w+", "\n".join(file.read_text() for file in files))
+    )
     there |= {part for file in files for part in file.relative_to(ROOT).parts}
     assert named - there == set()
 
@@ -215,7 +223,9 @@ def test_options_that_a_page_mentions_exist(page):
 @pytest.mark.parametrize("page", ALL, ids=name_of)
 def test_targets_of_make_that_a_page_mentions_exist(page):
     targets = set(
-        re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        re.findall(
+            r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE
+        )
     )
     mentioned = [
         target
@@ -230,11 +240,17 @@ def test_targets_of_make_that_a_page_mentions_exist(page):
     ("page", "fewest"), [("differences.md", 25), ("guarantees.md", 15)]
 )
 def test_tests_that_a_page_names_exist(page, fewest):
-    named = re.findall(r"`([^`]*test_[^`]*)`", (ROOT / "docs" / page).read_text())
+    named = re.findall(
+        r"`([^`]*test_[^`]*)`", (ROOT / "docs" / page).read_text()
+    )
     assert len(named) > fewest
-    sources = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    sources = {
+        path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")
+    }
     for code in named:
-        file, _, test = code.rpartition("::") if "::" in code else ("", "", code)
+        file, _, test = (
+            code.rpartition("::") if "::" in code else ("", "", code)
+        )
         if code.endswith(".py"):
             file, test = code, "def test_"
         elif not file:

@@ -13,7 +13,9 @@ for guide in pkgutil.iter_modules(migration.__path__):
     import_module(f"{migration.__name__}.{guide.name}")
 
 
-@pytest.mark.parametrize("line", lines(), ids=lambda line: f"{line[0]}: {line[1]}"[:90])
+@pytest.mark.parametrize(
+    "line", lines(), ids=lambda line: f"{line[0]}: {line[1]}"[:90]
+)
 def test_line_keeps_its_promise(line, tmp_path, monkeypatch):
     found = cases_of(line)
     assert len(found) == 1, f"{len(found)} cases for this line: {line}"

@@ -31,7 +31,9 @@ def test_errors_page_lists_each_error_of_the_package():
         and one is not errors.PaddleShardError
     }
     assert public == set(re.findall(r"^## (\w+)$", page, re.MULTILINE))
-    page = re.sub(r"^## Errors of Paddle\n.*?(?=^## )", "", page, flags=re.M | re.S)
+    page = re.sub(
+        r"^## Errors of Paddle\n.*?(?=^## )", "", page, flags=re.M | re.S
+    )
     package, missing = texts(), []
     for first in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE):
         missing += [
@@ -44,7 +46,9 @@ def test_errors_page_lists_each_error_of_the_package():
 
 def test_site_reference_has_each_public_name():
     found = re.findall(
-        r"^::: paddle_shard\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE
+        r"^::: paddle_shard\.(\w+)$",
+        (ROOT / "docs/api.md").read_text(),
+        re.MULTILINE,
     )
     assert sorted(found) == sorted(set(paddle_shard.__all__) - {"__version__"})
 
@@ -54,17 +58,22 @@ def test_site_navigation_has_each_page_once():
         r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE
     )
     of_repository = re.findall(
-        r'^    ".*?": "(.*?)",$', (ROOT / "docs/hooks.py").read_text(), re.MULTILINE
+        r'^    ".*?": "(.*?)",$',
+        (ROOT / "docs/hooks.py").read_text(),
+        re.MULTILINE,
     )
     there = [
-        str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")
+        str(path.relative_to(ROOT / "docs"))
+        for path in (ROOT / "docs").rglob("*.md")
     ]
     assert sorted(listed) == sorted([*there, *of_repository])
 
 
 def test_words_of_the_glossary_are_in_order():
     words = re.findall(
-        r"^\| (\w.*?) \| ", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE
+        r"^\| (\w.*?) \| ",
+        (ROOT / "docs/glossary.md").read_text(),
+        re.MULTILINE,
     )[1:]
     assert words == sorted(words)
 

@@ -37,7 +37,9 @@ def test_tutorial_is_killed_resumes_and_verifies(tmp_path, monkeypatch):
     script.write_text("\n\n".join(blocks("python")))
     killed, resumed, verified = blocks("text")
     [kill_at] = re.findall(r"KILL_AT=(\d+) python", PAGE)
-    num_ranks = [int(number) for number in re.findall(r"_node (\d+) train", PAGE)]
+    num_ranks = [
+        int(number) for number in re.findall(r"_node (\d+) train", PAGE)
+    ]
 
     codes, printed = run_script(
         script, num_ranks[0], tmp_path / "killed", {"KILL_AT": kill_at}
@@ -57,4 +59,7 @@ def test_tutorial_is_killed_resumes_and_verifies(tmp_path, monkeypatch):
         assert main(["verify", "run.jsonl"]) == 0
     assert verified in answer.getvalue()
     for epoch in range(6):
-        assert f"epoch {epoch}: each of 1437 samples exactly once" in answer.getvalue()
+        assert (
+            f"epoch {epoch}: each of 1437 samples exactly once"
+            in answer.getvalue()
+        )

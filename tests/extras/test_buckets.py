@@ -45,7 +45,9 @@ def test_buckets_select_each_sample_once_with_its_like(
         assert len(drawn) == len(lengths) - rest
         assert all(len(batch) == size for batch in batches) or not drop
         for batch in batches:
-            assert [lengths[i] for i in batch] == sorted(lengths[i] for i in batch)
+            assert [lengths[i] for i in batch] == sorted(
+                lengths[i] for i in batch
+            )
 
 
 @settings(max_examples=trials(150))
@@ -55,7 +57,9 @@ def test_buckets_select_each_sample_once_with_its_like(
     multiple=st.integers(1, 4),
     window=st.integers(1, 60),
 )
-def test_buckets_have_at_most_so_many_tokens_a_batch(lengths, tokens, multiple, window):
+def test_buckets_have_at_most_so_many_tokens_a_batch(
+    lengths, tokens, multiple, window
+):
     sampler = BucketBatchSampler(
         lengths, max_tokens=tokens, multiple_of=multiple, window=window
     )
@@ -85,7 +89,9 @@ def test_buckets_need_little_padding():
 
 @settings(max_examples=trials(80))
 @given(lengths=LENGTHS, stop=st.integers(0, 30), by_tokens=st.booleans())
-def test_buckets_continue_at_any_batch_and_in_the_next_epoch(lengths, stop, by_tokens):
+def test_buckets_continue_at_any_batch_and_in_the_next_epoch(
+    lengths, stop, by_tokens
+):
     def made():
         sizes = {"max_tokens": 60} if by_tokens else {"batch_size": 3}
         return BucketBatchSampler(lengths, **sizes, window=12)
@@ -98,7 +104,11 @@ def test_buckets_continue_at_any_batch_and_in_the_next_epoch(lengths, stop, by_t
 
     assert (
         before
-        + (list(other) if len(before) < len(straight[0]) or stop == len(before) else [])
+        + (
+            list(other)
+            if len(before) < len(straight[0]) or stop == len(before)
+            else []
+        )
         == straight[0]
     )
 
@@ -129,11 +139,15 @@ def test_buckets_resume_on_another_mesh():
     def first():
         one = loader(mesh([0, 1], "dp"))
         with iter(one) as batches:
-            found = [next(batches)._local_value().numpy().tolist() for _ in range(3)]
+            found = [
+                next(batches)._local_value().numpy().tolist() for _ in range(3)
+            ]
         return found, one.state_dict()
 
     per_rank = on_each_rank([0, 1], first)
-    before = [a + b for a, b in zip(per_rank[0][0], per_rank[1][0], strict=True)]
+    before = [
+        a + b for a, b in zip(per_rank[0][0], per_rank[1][0], strict=True)
+    ]
     again = loader(ONE)
     again.load_state_dict(json.loads(json.dumps(per_rank[0][1])))
 
@@ -155,7 +169,10 @@ def test_buckets_resume_on_another_mesh():
             "batch_size=3 must be a multiple of multiple_of=2",
         ),
         ({"batch_size": 1, "lengths": []}, "lengths must be an array of ints"),
-        ({"batch_size": 1, "lengths": [1.5]}, "lengths must be an array of ints"),
+        (
+            {"batch_size": 1, "lengths": [1.5]},
+            "lengths must be an array of ints",
+        ),
         (
             {"batch_size": 1, "lengths": [-1, 2]},
             "lengths must be an array of ints >= 0 .* shape \\[2\\]: \\[-1, 2\\]",
@@ -169,10 +186,17 @@ def test_bad_arguments_are_named(options, says):
 
 @pytest.mark.parametrize(
     "state",
-    [None, {}, {"version": 2, "epoch": 0, "window": 0, "batch": 0}, {"epoch": 1}],
+    [
+        None,
+        {},
+        {"version": 2, "epoch": 0, "window": 0, "batch": 0},
+        {"epoch": 1},
+    ],
 )
 def test_buckets_reject_a_state_of_something_else(state):
-    with pytest.raises(StateError, match="state must be of a BucketBatchSampler"):
+    with pytest.raises(
+        StateError, match="state must be of a BucketBatchSampler"
+    ):
         BucketBatchSampler([1], 1).load_state_dict(state)
 
 

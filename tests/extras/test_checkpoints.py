@@ -47,7 +47,9 @@ class Parts:
                 parameters=self.model.parameters(), learning_rate=schedule
             )
             self.loader = sharded(
-                paddle.io.DataLoader(Made(row), batch_size=batch_size, shuffle=True),
+                paddle.io.DataLoader(
+                    Made(row), batch_size=batch_size, shuffle=True
+                ),
                 ONE,
                 tail="pad",
                 seed=3,
@@ -82,7 +84,9 @@ class Parts:
             batches.close()
 
     def weights(self):
-        return [value.numpy().tolist() for value in self.model.state_dict().values()]
+        return [
+            value.numpy().tolist() for value in self.model.state_dict().values()
+        ]
 
 
 def row(index):
@@ -95,7 +99,10 @@ def local_rows(rows):
 
 def test_checkpoints_resume_as_the_straight_run(where):
     straight, first, second = Parts(), Parts(), Parts()
-    start = {name: value.numpy() for name, value in straight.model.state_dict().items()}
+    start = {
+        name: value.numpy()
+        for name, value in straight.model.state_dict().items()
+    }
     for other in (first, second):
         other.model.set_state_dict(start)
     first.train(2)
@@ -162,7 +169,9 @@ def test_checkpoints_load_does_not_suggest_override(tmp_path):
     )
     next(iter(in_two))
     Checkpoints(tmp_path).save(1, data=in_two)
-    with pytest.raises(StateError, match="num_parts cannot be overridden") as why:
+    with pytest.raises(
+        StateError, match="num_parts cannot be overridden"
+    ) as why:
         Checkpoints(tmp_path).load(data=in_four)
     assert "override=" not in str(why.value)
 
@@ -170,7 +179,11 @@ def test_checkpoints_load_does_not_suggest_override(tmp_path):
 def test_checkpoints_rejected_state_leaves_the_model(tmp_path):
     first, other = (
         Parts(),
-        sharded(paddle.io.DataLoader(Made(length=12), batch_size=4), ONE, tail="drop"),
+        sharded(
+            paddle.io.DataLoader(Made(length=12), batch_size=4),
+            ONE,
+            tail="drop",
+        ),
     )
     saved, model = paddle.nn.Linear(2, 1), paddle.nn.Linear(2, 1)
     Checkpoints(tmp_path).save(1, model=saved, data=first.loader)
@@ -187,7 +200,9 @@ def test_checkpoints_rejected_state_leaves_the_model(tmp_path):
     assert found == first.loader.state_dict()
 
 
-@pytest.mark.parametrize("steps", [[10, 20, 6, 7], [5, 4, 3, 2, 1], [3, 3, 2, 2, 9]])
+@pytest.mark.parametrize(
+    "steps", [[10, 20, 6, 7], [5, 4, 3, 2, 1], [3, 3, 2, 2, 9]]
+)
 def test_checkpoints_newest_is_the_last_save_not_the_last_step(steps, tmp_path):
     """In one process, as after a spike of the loss: a later save is newer, whatever its step is."""
     run = Checkpoints(tmp_path)
@@ -235,7 +250,10 @@ def test_checkpoints_load_sharded_layer_before_its_first_step(steps, tmp_path):
 def test_checkpoints_save_a_stream_without_certificate(tmp_path):
     def loader():
         return sharded(
-            paddle.io.DataLoader(paddle_shard.Stream.of(range(8)), batch_size=2), ONE
+            paddle.io.DataLoader(
+                paddle_shard.Stream.of(range(8)), batch_size=2
+            ),
+            ONE,
         )
 
     one, two = loader(), loader()
@@ -243,7 +261,12 @@ def test_checkpoints_save_a_stream_without_certificate(tmp_path):
     found = [local(next(batches))]
     Checkpoints(tmp_path).save(1, data=one)
     Checkpoints(tmp_path).load(data=two)
-    assert found + [local(batch) for batch in two] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert found + [local(batch) for batch in two] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
 
 
 def test_checkpoints_keep_the_newest_of_the_last_start(where):
@@ -252,13 +275,18 @@ def test_checkpoints_keep_the_newest_of_the_last_start(where):
         first.save(step, extra={"step": step})
     second = Checkpoints(where, keep=3)
     assert second.newest().endswith("-step31")
-    paths = [second.save(5, extra={"step": 5}), second.save(5, extra={"step": 5.5})]
+    paths = [
+        second.save(5, extra={"step": 5}),
+        second.save(5, extra={"step": 5.5}),
+    ]
     extra = {}
 
     assert second.newest() == paths[1]
     assert Checkpoints(where).load(extra=extra) == 5
     assert extra == {"step": 5.5}
-    names = sorted(name for name in os.listdir(where) if "generation" not in name)
+    names = sorted(
+        name for name in os.listdir(where) if "generation" not in name
+    )
     assert names == [
         "000001-000004-step31",
         "000002-000001-step5",
@@ -318,7 +346,9 @@ def test_checkpoints_taken_over_while_writing(where, monkeypatch):
     )  # what is half-written is cleaned up
 
 
-def test_checkpoints_frozen_run_deletes_nothing_of_a_later_one(tmp_path, monkeypatch):
+def test_checkpoints_frozen_run_deletes_nothing_of_a_later_one(
+    tmp_path, monkeypatch
+):
     first, second = Checkpoints(tmp_path), Checkpoints(tmp_path)
     first.save(1, extra={"by": 1})
     names = CheckpointFolder.names
@@ -365,7 +395,9 @@ def killed_at(number, work):
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # what a killed process had open
-def test_checkpoints_survive_a_kill_at_any_line_of_a_save(tmp_path, monkeypatch):
+def test_checkpoints_survive_a_kill_at_any_line_of_a_save(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(os, "fsync", lambda _: None)
     clean = CheckpointFolder.clean
     monkeypatch.setattr(
@@ -383,7 +415,9 @@ def test_checkpoints_survive_a_kill_at_any_line_of_a_save(tmp_path, monkeypatch)
         tidy = (
             number % 2 == 0
         )  # a killed process does not reach `finally`; one that raises does
-        killed = killed_at(number, lambda run=run: run.save(3, extra={"step": 3}))
+        killed = killed_at(
+            number, lambda run=run: run.save(3, extra={"step": 3})
+        )
         extra, tidy = {}, True
         step = Checkpoints(folder).load(extra=extra)
         assert extra == {"step": step}
@@ -403,8 +437,14 @@ def cut(path):
 DAMAGE = {
     "half a file": (lambda new: cut(values(new)), "another size"),
     "no file": (lambda new: values(new).unlink(), "are missing"),
-    "half a manifest": (lambda new: cut(new / "manifest.json"), "manifest is damaged"),
-    "no manifest": (lambda new: (new / "manifest.json").unlink(), "half-written"),
+    "half a manifest": (
+        lambda new: cut(new / "manifest.json"),
+        "manifest is damaged",
+    ),
+    "no manifest": (
+        lambda new: (new / "manifest.json").unlink(),
+        "half-written",
+    ),
     "a list for a manifest": (
         lambda new: (new / "manifest.json").write_text("[]"),
         "manifest is damaged",
@@ -426,7 +466,10 @@ DAMAGE = {
         "manifest is damaged",
     ),
     "a link to nowhere": (
-        lambda new: (values(new).unlink(), values(new).symlink_to(new / "none")),
+        lambda new: (
+            values(new).unlink(),
+            values(new).symlink_to(new / "none"),
+        ),
         "are missing",
     ),
     "another version": (
@@ -441,11 +484,15 @@ def values(folder):
 
 
 def of_version(path, version):
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": version}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "version": version})
+    )
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_checkpoints_skip_and_keep_what_they_cannot_read(damage, tmp_path, caplog):
+def test_checkpoints_skip_and_keep_what_they_cannot_read(
+    damage, tmp_path, caplog
+):
     run = Checkpoints(tmp_path)
     old, new = (Path(run.save(step, extra={"step": step})) for step in (1, 2))
     spoil, why = DAMAGE[damage]
@@ -519,13 +566,17 @@ def test_checkpoints_random_histories(batch, tmp_path, monkeypatch):
                 whole = sorted(
                     one for one in whole if Path(one[0]).exists()
                 )  # of `keep`, damaged ones may be some
-                assert (loaded, extra) == (whole[-1][1:] if whole else (None, {})), (
-                    f"seed {seed}, action {number}"
-                )
+                assert (loaded, extra) == (
+                    whole[-1][1:] if whole else (None, {})
+                ), f"seed {seed}, action {number}"
             elif action == "save":
                 step = number + rng.choice([0, 100])
                 whole.append(
-                    (run.save(step, extra={"number": number}), step, {"number": number})
+                    (
+                        run.save(step, extra={"number": number}),
+                        step,
+                        {"number": number},
+                    )
                 )
             elif action == "kill":
                 before = set(os.listdir(folder))
@@ -535,7 +586,9 @@ def test_checkpoints_random_histories(batch, tmp_path, monkeypatch):
                         rng.randint(1, 150),
                         partial(run.save, number, extra={"number": number}),
                     )
-                new = (folder / name for name in set(os.listdir(folder)) - before)
+                new = (
+                    folder / name for name in set(os.listdir(folder)) - before
+                )
                 whole += [
                     (str(one), number, {"number": number})
                     for one in new
@@ -544,7 +597,11 @@ def test_checkpoints_random_histories(batch, tmp_path, monkeypatch):
                 run = None
             elif (
                 action == "damage"
-                and len(whole := sorted(one for one in whole if Path(one[0]).exists()))
+                and len(
+                    whole := sorted(
+                        one for one in whole if Path(one[0]).exists()
+                    )
+                )
                 > 1
             ):
                 cut(values(Path(whole.pop()[0])))
@@ -592,7 +649,9 @@ def test_checkpoints_arguments_are_checked_by_name(tmp_path):
         run.load(ema={})
     with pytest.raises(ArgumentError, match=r"load\(extra=\)"):
         run.load(extra=5)
-    with pytest.raises(StateError, match=r"holds .*2, 1.*weight.*, and not .*3, 1"):
+    with pytest.raises(
+        StateError, match=r"holds .*2, 1.*weight.*, and not .*3, 1"
+    ):
         run.load(model=paddle.nn.Linear(3, 1))
     with pytest.raises(
         StateError, match=r'holds .*"weight".*, and this model .*"0.weight"'
@@ -614,7 +673,10 @@ def test_checkpoints_save_works_after_a_failed_one(tmp_path, monkeypatch):
             match=r"save\(\) in .* failed on global rank 0: OSError: .*No space left",
         ):
             run.save(2, extra={"step": 2})
-    assert sorted(os.listdir(tmp_path)) == ["000001-000001-step1", "generation-000001"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "000001-000001-step1",
+        "generation-000001",
+    ]
     run.save(2, extra={"step": 2})
     assert run.newest().endswith("step2")
 
@@ -634,5 +696,7 @@ def test_fill_needs_all_of_a_tensor(tmp_path):
         fill({"w": paddle.zeros([4, 3])}, [part])
 
     filled = paddle.zeros([4, 3])
-    fill({"w": filled}, [SavedPart("w", tmp_path / "all", kind, [0, 0], [4, 3])])
+    fill(
+        {"w": filled}, [SavedPart("w", tmp_path / "all", kind, [0, 0], [4, 3])]
+    )
     assert (filled == held).all()

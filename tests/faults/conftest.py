@@ -17,7 +17,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "only_in_rounds" in item.keywords and "FAULT_SEED" not in os.environ:
             item.add_marker(
-                pytest.mark.skip(reason="takes long: make faults, or FAULT_SEED=0")
+                pytest.mark.skip(
+                    reason="takes long: make faults, or FAULT_SEED=0"
+                )
             )
 
 
@@ -52,5 +54,7 @@ def nothing_is_left(request, thread_of_fsspec):
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch):
-    monkeypatch.setattr("paddle_shard.data.files.files.PAUSES", (0.01, 0.02, 0.04))
+    monkeypatch.setattr(
+        "paddle_shard.data.files.files.PAUSES", (0.01, 0.02, 0.04)
+    )
     monkeypatch.setenv("no_proxy", "*")

@@ -77,7 +77,9 @@ def loader_of(
         "verify": None,
         **own,
     }  # rows tell who has read them, so those of replicas differ
-    return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", **own)
+    return paddle_shard.shard_dataloader(
+        dataloader, mesh, shard_dims="dp", **own
+    )
 
 
 def drawn_options(rng):

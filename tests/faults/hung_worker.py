@@ -13,6 +13,10 @@ def hang(number):
 
 if __name__ == "__main__":
     _, _, failure, _ = read_until(
-        iter(loader_of("map", 200, workers=2, fault=hang, timeout=float(sys.argv[1])))
+        iter(
+            loader_of(
+                "map", 200, workers=2, fault=hang, timeout=float(sys.argv[1])
+            )
+        )
     )
     print(type(failure).__name__, failure)

@@ -68,11 +68,15 @@ def fails(case):
     kind, workers = case["kind"], case["workers"]
     fault = Fault(case["number"], case["ranks"])
     own = case["options"]
-    loader = loader_of(kind, LENGTH, workers=workers, fault=fault, mesh=mesh(), **own)
+    loader = loader_of(
+        kind, LENGTH, workers=workers, fault=fault, mesh=mesh(), **own
+    )
     read, _, failure, waited = read_until(
         iter(loader), pause=case["pause"], each=each(case)
     )
-    rest = loader_of(kind, LENGTH, workers=case["workers_later"], mesh=mesh(), **own)
+    rest = loader_of(
+        kind, LENGTH, workers=case["workers_later"], mesh=mesh(), **own
+    )
     rest.load_state_dict(loader.state_dict())
     return [read, told(failure), waited, numbers(iter(rest))]
 
@@ -81,7 +85,11 @@ def loses_a_worker(case):
     """A worker of one rank is killed."""
     before = children()
     loader = loader_of(
-        case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **case["options"]
+        case["kind"],
+        LENGTH,
+        workers=case["workers"],
+        mesh=mesh(),
+        **case["options"],
     )
     batches = iter(loader)
     read, *_ = read_until(batches, steps=case["steps"], each=each(case))
@@ -125,16 +133,20 @@ def soundly(cases):
     before, threads = children(), None
     for number, case in enumerate(cases):
         found.append(
-            {"fails": fails, "loses": loses_a_worker, "left": is_left}[case["what"]](
-                case
-            )
+            {"fails": fails, "loses": loses_a_worker, "left": is_left}[
+                case["what"]
+            ](case)
         )
         if number == 0:
             threads = set(threading.enumerate())
     left = gone(children() - before)
     more = waited_for(lambda: set(threading.enumerate()) - threads, HANG)
     report(
-        {"found": found, "processes": sorted(left), "threads": [t.name for t in more]}
+        {
+            "found": found,
+            "processes": sorted(left),
+            "threads": [t.name for t in more],
+        }
     )
     dist.barrier()
 
@@ -176,7 +188,8 @@ def when(name):
 def killed(case):
     """One rank is killed while all read; the others report whom they miss, and where they stand."""
     dist.init_parallel_env()
-    dist.barrier()  # a rank that dies while others still meet is Paddle's to report
+    # a rank that dies while others still meet is Paddle's to report
+    dist.barrier()
     own = case["options"]
     loader = loader_of(
         case["kind"],
@@ -203,7 +216,8 @@ def killed(case):
             loader.state_dict(),
         ]
     )
-    atexit._run_exitfuncs()  # as at the end of any script: a rank that leaves says for whom it has waited
+    # as at the end of any script: a rank that leaves says for whom it has waited
+    atexit._run_exitfuncs()
     os._exit(0)  # Paddle's own groups wait for the dead
 
 

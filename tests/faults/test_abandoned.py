@@ -12,7 +12,13 @@ from paddle.io import DataLoader
 
 from paddle_shard.errors import DataReadError, PeerLostError
 from tests.deadlines import HANG
-from tests.faults.feeds import drawn_options, loader_of, numbers, read_until, the_rest
+from tests.faults.feeds import (
+    drawn_options,
+    loader_of,
+    numbers,
+    read_until,
+    the_rest,
+)
 from tests.faults.traces import children, kill, waited_for
 from tests.helpers import ONE, Made, locals_of, sharded
 from tests.trials import draws
@@ -57,7 +63,9 @@ def leave(loader, steps, how):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_epoch_left_at_any_step_resumes_there(workers, rng):
     before = children()
-    for steps in sorted({0, 1, STEPS, *rng.sample(range(2, STEPS), draws(STEPS - 2))}):
+    for steps in sorted(
+        {0, 1, STEPS, *rng.sample(range(2, STEPS), draws(STEPS - 2))}
+    ):
         kind, how = (
             rng.choice(KINDS),
             rng.choice(["break", "raise", "close", "cycle", "drop"]),
@@ -113,15 +121,25 @@ def test_loaders_do_not_share_failures(rng):
             raise ValueError("this one")
 
     own = loader_of(
-        rng.choice(KINDS), LENGTH, workers=rng.randint(1, 2), **drawn_options(rng)
+        rng.choice(KINDS),
+        LENGTH,
+        workers=rng.randint(1, 2),
+        **drawn_options(rng),
     )
     other = iter(own)
     before = children()
     failing = iter(
-        loader_of(rng.choice(KINDS), LENGTH, workers=rng.randrange(3), fault=fault)
+        loader_of(
+            rng.choice(KINDS), LENGTH, workers=rng.randrange(3), fault=fault
+        )
     )
     killed = iter(
-        loader_of(rng.choice(KINDS), LENGTH, workers=1, settings={"prefetch_factor": 2})
+        loader_of(
+            rng.choice(KINDS),
+            LENGTH,
+            workers=1,
+            settings={"prefetch_factor": 2},
+        )
     )
     victim = max(children() - before)
     read, *_ = read_until(other, steps=rng.randrange(6))
@@ -141,7 +159,10 @@ def test_loaders_do_not_share_failures(rng):
 
 def test_two_passes_are_whole_and_the_state_is_the_newer_ones(rng):
     loader = loader_of(
-        rng.choice(KINDS), LENGTH, workers=rng.randrange(3), **drawn_options(rng)
+        rng.choice(KINDS),
+        LENGTH,
+        workers=rng.randrange(3),
+        **drawn_options(rng),
     )
     older, newer = iter(loader), iter(loader)
     first, *_ = read_until(older, steps=rng.randrange(1, 11))
@@ -155,7 +176,9 @@ def test_two_passes_are_whole_and_the_state_is_the_newer_ones(rng):
 @pytest.mark.parametrize("how", ["handler", "thread"])
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_closing_an_iterator_that_waits_does_not_end_the_epoch(workers, prefetch, how):
+def test_closing_an_iterator_that_waits_does_not_end_the_epoch(
+    workers, prefetch, how
+):
     def read(index):
         time.sleep(0.1 * (index >= 8))
         return np.array(index)
@@ -196,7 +219,9 @@ def test_error_of_an_iterator_closed_meanwhile_is_not_raised():
 
         def __next__(self):
             batches.close()  # in a signal's handler, while it waits
-            raise PeerLostError("The loop was left by global rank 0 after 1 steps")
+            raise PeerLostError(
+                "The loop was left by global rank 0 after 1 steps"
+            )
 
     batches._steps = Steps()
     assert list(batches) == list(batches) == []

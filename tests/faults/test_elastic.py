@@ -6,7 +6,11 @@ from tests.demos.test_elastic import run_elastic
 from tests.launch.conftest import commands, two_hosts  # noqa: F401  (fixtures)
 from tests.launch.elastic_hosts import ElasticHosts, elastic_demo
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.leaves, pytest.mark.only_in_rounds]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.leaves,
+    pytest.mark.only_in_rounds,
+]
 
 
 def test_elastic_node_killed_stopped_or_frozen_costs_no_sample(rng, tmp_path):

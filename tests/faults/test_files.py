@@ -48,7 +48,9 @@ class Numbered:
 
 def tar_of(first, length):
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+    with tarfile.open(
+        fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT
+    ) as archive:
         for number in range(first, first + length):
             for ending, content in (
                 ("json", str(number).encode()),
@@ -61,7 +63,8 @@ def tar_of(first, length):
 
 
 TARS = {
-    f"{i:03d}.tar": tar_of(sum(LENGTHS[:i]), length) for i, length in enumerate(LENGTHS)
+    f"{i:03d}.tar": tar_of(sum(LENGTHS[:i]), length)
+    for i, length in enumerate(LENGTHS)
 }
 TOTAL = sum(LENGTHS)
 
@@ -78,14 +81,18 @@ def folder(tmp_path):
 
 def loader_over(base, *, workers=0, index=False, cache_dir=None, **own):
     stream = (
-        Stream.webdataset(f"{base}/{{000..003}}.tar", index=index, cache_dir=cache_dir)
+        Stream.webdataset(
+            f"{base}/{{000..003}}.tar", index=index, cache_dir=cache_dir
+        )
         .map(Numbered())
         .in_parts(4)
     )
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
     own = {"tail": "pad", **own}
     dataloader = DataLoader(stream, batch_size=BATCH, num_workers=workers)
-    return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", **own)
+    return paddle_shard.shard_dataloader(
+        dataloader, mesh, shard_dims="dp", **own
+    )
 
 
 def read(loader, steps=None):
@@ -123,7 +130,9 @@ def assert_whole(before, state, base, **how):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_tar_cut_anywhere_is_named_and_resumed_once_mended(workers, rng, folder):
+def test_tar_cut_anywhere_is_named_and_resumed_once_mended(
+    workers, rng, folder
+):
     for _ in range(4):
         name, index = (
             rng.choice(sorted(TARS)),
@@ -134,7 +143,9 @@ def test_tar_cut_anywhere_is_named_and_resumed_once_mended(workers, rng, folder)
         whole = TARS[name]
         last = whole.rstrip(b"\0")
         at = rng.randrange(len(last))
-        loader = loader_over(folder, workers=workers, index=index, **drawn_options(rng))
+        loader = loader_over(
+            folder, workers=workers, index=index, **drawn_options(rng)
+        )
         (folder / name).write_bytes(whole[:at])
         found, failure = read(loader)
         (folder / name).write_bytes(whole)
@@ -148,10 +159,14 @@ def test_tar_cut_anywhere_is_named_and_resumed_once_mended(workers, rng, folder)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_damaged_byte_is_an_error_or_in_one_files_content(packed, rng, tmp_path):
+def test_damaged_byte_is_an_error_or_in_one_files_content(
+    packed, rng, tmp_path
+):
     """A tar has a sum over each header, and none over what is in a file; packed, it has one over all."""
     path = tmp_path / ("one.tar.gz" if packed else "one.tar")
-    whole = gzip.compress(TARS["000.tar"], mtime=0) if packed else TARS["000.tar"]
+    whole = (
+        gzip.compress(TARS["000.tar"], mtime=0) if packed else TARS["000.tar"]
+    )
     keys = [f"{number:04d}" for number in range(LENGTHS[0])]
     named = 0
     for _ in range(25):
@@ -186,7 +201,9 @@ def test_undecodable_sample_is_named_by_shard_and_key(rng, folder):
     stream = Stream.webdataset(f"{folder}/{{000..003}}.tar").map(Decoder([]))
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
     stream = stream.map(lambda sample: sample["json"]).in_parts(4)
-    together = DataLoader(stream, batch_size=BATCH, num_workers=rng.choice([0, 2]))
+    together = DataLoader(
+        stream, batch_size=BATCH, num_workers=rng.choice([0, 2])
+    )
     loader = paddle_shard.shard_dataloader(together, mesh, shard_dims="dp")
     (folder / name).write_bytes(content)
     _, failure = read(loader)
@@ -215,7 +232,9 @@ def test_server_that_drops_and_stalls_costs_no_sample(
     monkeypatch.setattr(files, "TIMEOUT", 0.3)
     index = rng.choice([False, f"{folder}/index.json"])
     straight, _ = read(loader_over(folder, index=index))
-    drops = [rng.choice([0, 1, 511, rng.randrange(40_000), 10**6]) for _ in range(10)]
+    drops = [
+        rng.choice([0, 1, 511, rng.randrange(40_000), 10**6]) for _ in range(10)
+    ]
     with serving(TARS, ranges=rng.random() < 0.8) as server:
         server.statuses += [rng.choice([200, 200, 503, 429]) for _ in range(3)]
         if rng.random() < 0.5:
@@ -235,7 +254,9 @@ def test_server_that_drops_and_stalls_costs_no_sample(
 
 
 @pytest.mark.parametrize("ill", ["gone", "stalls", "refuses"])
-def test_server_that_is_gone_is_named_and_resumed_once_back(ill, rng, monkeypatch):
+def test_server_that_is_gone_is_named_and_resumed_once_back(
+    ill, rng, monkeypatch
+):
     monkeypatch.setattr(files, "TIMEOUT", 0.2)
     workers = rng.choice([0, 2])
     with serving(TARS) as server:
@@ -260,7 +281,8 @@ def test_server_that_is_gone_is_named_and_resumed_once_back(ill, rng, monkeypatc
         # Each try its time, and the pauses between them; parts are opened one after the other.
         assert (
             seconds
-            < 4 * (len(files.PAUSES) + 1) * (files.TIMEOUT + max(files.PAUSES)) + HANG
+            < 4 * (len(files.PAUSES) + 1) * (files.TIMEOUT + max(files.PAUSES))
+            + HANG
         )
         assert_whole(found, loader.state_dict(), server.url)
 
@@ -282,7 +304,9 @@ def test_pauses_between_retries_double(monkeypatch):
 
 def kept(cache_dir):
     return sorted(
-        name for name in os.listdir(cache_dir) if not name.endswith((".part", ".lock"))
+        name
+        for name in os.listdir(cache_dir)
+        if not name.endswith((".part", ".lock"))
     )
 
 
@@ -314,7 +338,10 @@ def small_disk(path, options):
 def test_full_disk_is_named_and_leaves_no_half_file(rng, tmp_path):
     sizes = sorted(len(content) for content in TARS.values())
     room = rng.randrange(4096, sum(sizes) - 4096) // 4096 * 4096
-    with small_disk(tmp_path / "disk", f"size={room}") as disk, serving(TARS) as server:
+    with (
+        small_disk(tmp_path / "disk", f"size={room}") as disk,
+        serving(TARS) as server,
+    ):
         loader = loader_over(
             server.url,
             workers=rng.choice([0, 2]),
@@ -325,9 +352,15 @@ def test_full_disk_is_named_and_leaves_no_half_file(rng, tmp_path):
         assert failure is not None
         assert "No space left on device" in str(failure)
         assert halves(disk) <= 1 << 14
-        assert {os.path.getsize(disk / name) for name in kept(disk)} <= set(sizes)
-        subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
-        assert_whole(found, loader.state_dict(), server.url, cache_dir=str(disk))
+        assert {os.path.getsize(disk / name) for name in kept(disk)} <= set(
+            sizes
+        )
+        subprocess.run(
+            ["mount", "-o", "remount,size=10m", str(disk)], check=True
+        )
+        assert_whole(
+            found, loader.state_dict(), server.url, cache_dir=str(disk)
+        )
         assert len(kept(disk)) == len(TARS)
 
 
@@ -348,7 +381,9 @@ def test_file_size_limit_is_named_and_leaves_no_half_file(rng, tmp_path):
     disk = tmp_path / "disk"
     with serving(TARS) as server:
         loader = loader_over(server.url, cache_dir=str(disk))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (rng.randrange(1, 20_000), before[1]))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (rng.randrange(1, 20_000), before[1])
+        )
         try:
             found, failure = read(loader)
         finally:
@@ -356,7 +391,9 @@ def test_file_size_limit_is_named_and_leaves_no_half_file(rng, tmp_path):
         assert failure is not None
         assert "File too large" in str(failure)
         assert halves(disk) <= 1 << 14
-        assert_whole(found, loader.state_dict(), server.url, cache_dir=str(disk))
+        assert_whole(
+            found, loader.state_dict(), server.url, cache_dir=str(disk)
+        )
 
 
 def test_worker_killed_in_a_download_leaves_no_partial_file(rng, tmp_path):
@@ -369,7 +406,9 @@ def test_worker_killed_in_a_download_leaves_no_partial_file(rng, tmp_path):
         batches = iter(loader)
         deadline = time.monotonic() + HANG
         while not (
-            parts := [name for name in os.listdir(disk) if name.endswith(".part")]
+            parts := [
+                name for name in os.listdir(disk) if name.endswith(".part")
+            ]
             if disk.exists()
             else []
         ):

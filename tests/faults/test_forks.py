@@ -30,7 +30,11 @@ def test_loader_serves_in_a_fork_as_in_its_parent(kind, rng):
         workers, steps = rng.choice([0, 1, 2]), rng.randrange(1, 12)
         settings = {"persistent_workers": persistent and workers > 0}
         loader = loader_of(
-            kind, LENGTH, workers=workers, settings=settings, **drawn_options(rng)
+            kind,
+            LENGTH,
+            workers=workers,
+            settings=settings,
+            **drawn_options(rng),
         )
         assert in_a_fork(lambda loader=loader: numbers(iter(loader))) == ALL
         batches = iter(loader)
@@ -91,7 +95,10 @@ def test_iterator_of_the_parent_is_an_error_in_a_fork(kind):
 
 def test_fork_drops_the_parents_iterator_despite_held_locks():
     def parent():
-        batches, lock = iter(loader_of("map", LENGTH, prefetch=0)), threading.Lock()
+        batches, lock = (
+            iter(loader_of("map", LENGTH, prefetch=0)),
+            threading.Lock(),
+        )
         next(batches)
         # Several ranks have an agreement, whose thread holds its lock now and then.
         batches._steps._agreement = SimpleNamespace(close=lock.acquire)
@@ -105,7 +112,9 @@ def test_fork_drops_the_parents_iterator_despite_held_locks():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_fork_during_prefetching_serves_and_disturbs_nothing(workers, rng):
-    loader = loader_of("map", LENGTH, workers=workers, prefetch=rng.randint(1, 4))
+    loader = loader_of(
+        "map", LENGTH, workers=workers, prefetch=rng.randint(1, 4)
+    )
     batches = iter(loader)
     read, *_ = read_until(batches, steps=rng.randrange(1, 10))
     assert in_a_fork(lambda: numbers(iter(loader))) == ALL
@@ -134,7 +143,9 @@ def test_workers_are_started_while_another_thread_forks_too():
 
         other = threading.Thread(target=forks)
         other.start()
-        found = [numbers(iter(loader_of("map", 96, workers=2))) for _ in range(6)]
+        found = [
+            numbers(iter(loader_of("map", 96, workers=2))) for _ in range(6)
+        ]
         ended.append(True)
         other.join()
         return found, len(forked) > 6
@@ -146,7 +157,9 @@ def test_signal_amid_a_start_of_workers_stops_no_other_iterator():
     """A start of workers waits until other iterators are between two batches."""
 
     def parent():
-        batches = iter(sharded(DataLoader(Made(length=LENGTH), batch_size=4), ONE))
+        batches = iter(
+            sharded(DataLoader(Made(length=LENGTH), batch_size=4), ONE)
+        )
         read = locals_of(islice(batches, 3))
 
         def waits(index):
@@ -156,7 +169,8 @@ def test_signal_amid_a_start_of_workers_stops_no_other_iterator():
         slow = Made(waits, LENGTH)
         slow.uses_rng = False
         thread = threading.Thread(
-            target=next, args=[iter(sharded(DataLoader(slow, batch_size=4), ONE))]
+            target=next,
+            args=[iter(sharded(DataLoader(slow, batch_size=4), ONE))],
         )
         thread.start()
         time.sleep(0.3)

@@ -32,7 +32,9 @@ def options(rng):
 
 def test_leader_failure_is_raised_on_all_and_loses_nothing(rng, tmp_path):
     cases = []
-    for what in ["fails"] * draws(6) + ["loses"] * draws(3) + ["left"] * draws(4):
+    for what in (
+        ["fails"] * draws(6) + ["loses"] * draws(3) + ["left"] * draws(4)
+    ):
         cases.append(
             {
                 "what": what,
@@ -42,7 +44,9 @@ def test_leader_failure_is_raised_on_all_and_loses_nothing(rng, tmp_path):
                 else rng.choice([1, 2]),
                 "workers_later": rng.choice([0, 2]),
                 "number": rng.randrange(LENGTH - 16),
-                "ranks": rng.choice([[0], [1], [0, 1]]) if what == "fails" else [0],
+                "ranks": rng.choice([[0], [1], [0, 1]])
+                if what == "fails"
+                else [0],
                 "pause": rng.choice([0.0, 0.0, 0.01]),
                 "steps": 2
                 if what == "loses" and cases[-1]["what"] != "loses"
@@ -108,7 +112,10 @@ def test_rank_that_leaves_its_loop_is_named_with_its_step(rng, tmp_path):
             "workers": rng.choice([0, 2]),
             "leaves": leaves,
             "steps": steps,
-            "options": {"prefetch": rng.choice([0, 1, 3]), "replicas": replicas},
+            "options": {
+                "prefetch": rng.choice([0, 1, 3]),
+                "replicas": replicas,
+            },
         }
         for leaves in (0, 1)
         for steps in (0, 0, 1, 7)
@@ -135,7 +142,9 @@ def test_rank_that_leaves_its_loop_is_named_with_its_step(rng, tmp_path):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_leader_or_follower_killed_at_any_moment_is_named(num_ranks, rng, tmp_path):
+def test_leader_or_follower_killed_at_any_moment_is_named(
+    num_ranks, rng, tmp_path
+):
     victim, kind = rng.randrange(num_ranks), rng.choice(KINDS)
     case = {
         "kind": kind,
@@ -177,9 +186,9 @@ def test_leader_worker_that_hangs_is_named_on_both_ranks(rng, tmp_path):
         found = job.reports(range(2), HANG)
     assert time.monotonic() - began < HANG
     assert len({len(read) for read, *_ in found}) == 1
-    assert all(told[0] in ("DataReadError", "PeerLostError") for _, told, _ in found), (
-        found
-    )
-    assert all("worker" in told[5] or "rank 0" in told[5] for _, told, _ in found), (
-        found
-    )
+    assert all(
+        told[0] in ("DataReadError", "PeerLostError") for _, told, _ in found
+    ), found
+    assert all(
+        "worker" in told[5] or "rank 0" in told[5] for _, told, _ in found
+    ), found

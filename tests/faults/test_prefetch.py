@@ -51,7 +51,9 @@ def end(loader, batches, how, steps):
     return read
 
 
-@pytest.mark.parametrize("how", ["exhaust", "close", "with", "loader", "cycle", "drop"])
+@pytest.mark.parametrize(
+    "how", ["exhaust", "close", "with", "loader", "cycle", "drop"]
+)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_prefetch_thread_ends_however_its_pass_ends(how, workers, rng):
     for _ in range(draws(2)):
@@ -71,7 +73,9 @@ def test_prefetch_thread_ends_however_its_pass_ends(how, workers, rng):
                 "what is ready but was not taken does not count"
             )
             assert (
-                read + the_rest(state, kind, LENGTH, prefetch=rng.choice([0, 2])) == ALL
+                read
+                + the_rest(state, kind, LENGTH, prefetch=rng.choice([0, 2]))
+                == ALL
             )
 
 
@@ -85,7 +89,11 @@ def test_prefetch_delivers_what_was_ready_before_a_failure(workers, rng):
                 raise OSError("no disk")
 
         loader = loader_of(
-            kind, LENGTH, workers=workers, fault=fault, prefetch=rng.randint(1, 5)
+            kind,
+            LENGTH,
+            workers=workers,
+            fault=fault,
+            prefetch=rng.randint(1, 5),
         )
         batches = iter(loader)
         read, _, failure, _ = read_until(batches, pause=rng.choice([0.0, 0.01]))
@@ -110,10 +118,14 @@ def test_prefetch_closes_soon_during_a_slow_read(tmp_path):
                 reached.touch()
                 waited_for(lambda: not released.exists(), HANG)
 
-        loader = loader_of("map", LENGTH, workers=workers, fault=fault, prefetch=4)
+        loader = loader_of(
+            "map", LENGTH, workers=workers, fault=fault, prefetch=4
+        )
         batches = iter(loader)
         read_until(batches, steps=2)
-        assert not waited_for(lambda reached=reached: not reached.exists(), HANG)
+        assert not waited_for(
+            lambda reached=reached: not reached.exists(), HANG
+        )
         start = time.monotonic()
         batches.close()
         assert time.monotonic() - start < HANG / 2, "it waits for the read"
@@ -141,12 +153,16 @@ def test_skipped_samples_are_invalid_rows_are_logged_and_counted(
         for batch in batches:
             local = batch._local_value().numpy()
             valid = batches.valid._local_value().numpy()
-            assert valid.tolist() == [8 * steps + row not in bad for row in range(8)]
+            assert valid.tolist() == [
+                8 * steps + row not in bad for row in range(8)
+            ]
             found += local[valid][:, 0].tolist()
             steps += 1
     assert found == [number for number in ALL if number not in bad]
     assert len(bad) in [
-        value for name, value in asdict(loader.stats.total).items() if "skip" in name
+        value
+        for name, value in asdict(loader.stats.total).items()
+        if "skip" in name
     ]
     assert all(str(number) in caplog.text for number in bad), caplog.text
     assert loader.state_dict()["epoch"] == 1

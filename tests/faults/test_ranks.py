@@ -48,7 +48,9 @@ def joined(found):
 
 def test_ranks_fail_together_at_one_step_and_lose_nothing(rng, tmp_path):
     cases = []
-    for what in ["fails"] * draws(6) + ["loses"] * draws(3) + ["left"] * draws(3):
+    for what in (
+        ["fails"] * draws(6) + ["loses"] * draws(3) + ["left"] * draws(3)
+    ):
         cases.append(
             {
                 "what": what,
@@ -57,7 +59,8 @@ def test_ranks_fail_together_at_one_step_and_lose_nothing(rng, tmp_path):
                 if what != "loses"
                 else rng.choice([1, 2]),
                 "workers_later": rng.choice([0, 2]),
-                "number": rng.randrange(LENGTH - 16),  # behind it no reader need look
+                # behind it no reader need look
+                "number": rng.randrange(LENGTH - 16),
                 "ranks": rng.choice([[0], [1], [0, 1]])
                 if what == "fails"
                 else [rng.randrange(RANKS)],
@@ -111,7 +114,8 @@ def test_ranks_fail_together_at_one_step_and_lose_nothing(rng, tmp_path):
             assert max(waited) < HANG
         elif (
             whole and case["steps"] >= 4
-        ):  # quick steps are read up to 32 ahead: all had been read when it was killed
+            # quick steps are read up to 32 ahead: all had been read when it was killed
+        ):
             assert {one[0] for one in told} == {"NoneType"}, (case, told)
             continue
         else:
@@ -168,15 +172,23 @@ def test_rank_killed_at_any_moment_is_named_and_loses_nothing(rng, tmp_path):
     steps = len(read) // 4
     assert state["steps"] == steps
     assert rest_of(state, kind) == ALL[8 * steps :]
-    assert read == [row for row in ALL[: 8 * steps] if row % 8 // 4 == 1 - victim]
+    assert read == [
+        row for row in ALL[: 8 * steps] if row % 8 // 4 == 1 - victim
+    ]
 
 
 def test_sigterm_handler_saves_what_its_rank_was_given(rng, tmp_path):
     kind = rng.choice(KINDS)
-    case = {"kind": kind, "workers": rng.choice([0, 2]), "options": options(rng)}
+    case = {
+        "kind": kind,
+        "workers": rng.choice([0, 2]),
+        "options": options(rng),
+    }
     with ranks(tmp_path, "told", case) as job:
         deadline = time.monotonic() + HANG
-        while not all((tmp_path / f"started-{rank}").exists() for rank in range(RANKS)):
+        while not all(
+            (tmp_path / f"started-{rank}").exists() for rank in range(RANKS)
+        ):
             assert time.monotonic() < deadline, job.logs()
             time.sleep(0.01)
         time.sleep(rng.uniform(0.0, 0.8))
@@ -189,14 +201,20 @@ def test_sigterm_handler_saves_what_its_rank_was_given(rng, tmp_path):
         assert read == [row for row in ALL[: 8 * steps] if row % 8 // 4 == rank]
         if state["epoch"] == 0:
             assert rest_of(state, kind) == ALL[8 * steps :]
-    assert abs(len(found[0][0]) - len(found[1][0])) <= 4 * 12, "no rank runs away"
+    assert abs(len(found[0][0]) - len(found[1][0])) <= 4 * 12, (
+        "no rank runs away"
+    )
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_sigterm_to_any_rank_stops_all_at_the_same_step(evaluates, rng, tmp_path):
+def test_sigterm_to_any_rank_stops_all_at_the_same_step(
+    evaluates, rng, tmp_path
+):
     kind, to = (
         rng.choice(KINDS),
-        rng.choice(["one", "all", "one and its workers", "all and their workers"]),
+        rng.choice(
+            ["one", "all", "one and its workers", "all and their workers"]
+        ),
     )
     case = {
         "kind": kind,
@@ -209,11 +227,15 @@ def test_sigterm_to_any_rank_stops_all_at_the_same_step(evaluates, rng, tmp_path
     )  # passes so short that the signal often comes between two
     with ranks(tmp_path, "stop", case) as job:
         deadline = time.monotonic() + HANG
-        while not all((tmp_path / f"started-{rank}").exists() for rank in range(RANKS)):
+        while not all(
+            (tmp_path / f"started-{rank}").exists() for rank in range(RANKS)
+        ):
             assert time.monotonic() < deadline, job.logs()
             time.sleep(0.01)
         time.sleep(rng.uniform(0.0, 0.8))
-        chosen = [rng.randrange(RANKS)] if to.startswith("one") else range(RANKS)
+        chosen = (
+            [rng.randrange(RANKS)] if to.startswith("one") else range(RANKS)
+        )
         for rank in chosen:
             for child in children(job.pids[rank]) if "workers" in to else ():
                 with contextlib.suppress(
@@ -239,14 +261,14 @@ def test_worker_that_hangs_is_named_on_all_ranks_at_the_timeout(rng, tmp_path):
     with ranks(tmp_path, "hung", case) as job:
         found = job.reports(range(RANKS), HANG)
     assert len({len(read) for read, *_ in found}) == 1
-    assert all(told[0] in ("DataReadError", "PeerLostError") for _, told, _ in found), (
-        found
-    )
+    assert all(
+        told[0] in ("DataReadError", "PeerLostError") for _, told, _ in found
+    ), found
     reader = case["number"] % 8 // 4
     assert re.search(r"worker \d", found[reader][1][5]), found[reader]
-    assert re.search(rf"worker \d|rank {reader}", found[1 - reader][1][5]), found[
-        1 - reader
-    ]
+    assert re.search(rf"worker \d|rank {reader}", found[1 - reader][1][5]), (
+        found[1 - reader]
+    )
     assert all(seconds < HANG for *_, seconds in found)
 
 

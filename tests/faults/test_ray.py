@@ -11,7 +11,11 @@ import pytest
 
 from tests.deadlines import HANG
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.leaves, pytest.mark.only_in_rounds]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.leaves,
+    pytest.mark.only_in_rounds,
+]
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = (

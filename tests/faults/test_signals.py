@@ -82,14 +82,19 @@ def test_sigterm_handler_saves_what_was_delivered(kind, rng, tmp_path):
         workers, options = rng.choice([0, 1, 2]), drawn_options(rng)
 
         def work(path, workers=workers, options=options, asks_later=asks_later):
-            loader, received = loader_of(kind, LENGTH, workers=workers, **options), []
+            loader, received = (
+                loader_of(kind, LENGTH, workers=workers, **options),
+                [],
+            )
 
             def save():
                 with open(f"{path}.json", "w") as file:
                     read = [
                         number
                         for batch in received
-                        for number in batch._local_value().numpy()[:, 0].tolist()
+                        for number in batch._local_value()
+                        .numpy()[:, 0]
+                        .tolist()
                     ]
                     json.dump([os.getpid(), loader.state_dict(), read], file)
 
@@ -117,12 +122,15 @@ def test_sigterm_handler_saves_what_was_delivered(kind, rng, tmp_path):
             started(path)
             time.sleep(rng.uniform(0.0, 0.6))
             pid = child.pid
-            to_all = rng.random() < 0.5  # as schedulers do: the workers hear it, too
+            # as schedulers do: the workers hear it, too
+            to_all = rng.random() < 0.5
             (os.killpg if to_all else os.kill)(pid, signal.SIGTERM)
             code, left = ended(child, HANG)
         assert code == 0, log_of(path)
         assert left == set()
-        saver, state, received = json.loads((tmp_path / f"{trial}.json").read_text())
+        saver, state, received = json.loads(
+            (tmp_path / f"{trial}.json").read_text()
+        )
         assert saver == pid, "a worker must not run the handler"
         assert state["steps"] == len(received) // 8
         assert received + the_rest(state, kind, LENGTH, batch_size=8) == ALL
@@ -158,9 +166,9 @@ def test_state_is_right_at_every_line_of_next(kind, options):
         if not path.startswith(os.path.dirname(paddle_shard.__file__)):
             return None
         # No handler runs between an assignment and a `return` behind it.
-        if event == "line" and not lines(path)[frame.f_lineno - 1].lstrip().startswith(
-            "return"
-        ):
+        if event == "line" and not lines(path)[
+            frame.f_lineno - 1
+        ].lstrip().startswith("return"):
             sys.settrace(None)
             state = loader.state_dict()
             sys.settrace(at_line)
@@ -203,7 +211,11 @@ def test_handler_that_exits_ends_the_process_amid_a_read(workers, tmp_path):
 
         own = {"prefetch": 0} if workers == 0 else {}  # on this thread
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-        training(loader_of("map", LENGTH, workers=workers, fault=slow, **own), path, [])
+        training(
+            loader_of("map", LENGTH, workers=workers, fault=slow, **own),
+            path,
+            [],
+        )
 
     path = tmp_path / "run"
     with forked(work, path) as child:
@@ -216,7 +228,9 @@ def test_handler_that_exits_ends_the_process_amid_a_read(workers, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["process", "group"])
-def test_ctrl_c_ends_a_process_at_any_moment_and_leaves_nothing(to, rng, tmp_path):
+def test_ctrl_c_ends_a_process_at_any_moment_and_leaves_nothing(
+    to, rng, tmp_path
+):
     for trial in range(3):
         kind, workers, options = (
             rng.choice(KINDS),
@@ -226,7 +240,11 @@ def test_ctrl_c_ends_a_process_at_any_moment_and_leaves_nothing(to, rng, tmp_pat
 
         def work(path, kind=kind, workers=workers, options=options):
             try:
-                training(loader_of(kind, LENGTH, workers=workers, **options), path, [])
+                training(
+                    loader_of(kind, LENGTH, workers=workers, **options),
+                    path,
+                    [],
+                )
             except KeyboardInterrupt:
                 os.write(1, b"interrupted\n")
                 raise SystemExit(3) from None
@@ -253,7 +271,9 @@ def test_worker_that_starts_does_not_run_the_users_handler(tmp_path):
 
         signal.signal(signal.SIGTERM, handler)
         loader = loader_of("map", 400, workers=2)
-        os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        os.register_at_fork(
+            after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM)
+        )
         with contextlib.suppress(PaddleShardError):
             training(loader, path, [])
 
@@ -305,7 +325,9 @@ def test_process_of_multiprocessing_ends_with_its_workers(
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_of_a_process_that_is_ended_end_too(number, rng, tmp_path):
     def work(path):
-        training(loader_of("map", LENGTH, workers=3, **drawn_options(rng)), path, [])
+        training(
+            loader_of("map", LENGTH, workers=3, **drawn_options(rng)), path, []
+        )
 
     path = tmp_path / "run"
     with forked(work, path) as child:

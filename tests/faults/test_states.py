@@ -87,7 +87,9 @@ JUNK = [
 ]
 
 
-@pytest.mark.parametrize("name", ["ended", "segments", "certificate", "fingerprint"])
+@pytest.mark.parametrize(
+    "name", ["ended", "segments", "certificate", "fingerprint"]
+)
 def test_field_of_another_type_is_refused(name, rng):
     state, _ = saved(rng)
     junk = [value for value in JUNK if not (name == "ended" and value is True)]
@@ -114,7 +116,10 @@ def test_state_changed_at_any_depth_is_refused_before_reading(kind, rng):
             {"a": Rows(LENGTH), "b": Rows(LENGTH)}, weights, num_samples=LENGTH
         )
         return sharded(
-            DataLoader(mixture, batch_size=8), ONE, verify=None, skip_steps=[(1, 2)]
+            DataLoader(mixture, batch_size=8),
+            ONE,
+            verify=None,
+            skip_steps=[(1, 2)],
         )
 
     loader = make()
@@ -186,4 +191,7 @@ def test_tensor_of_which_any_byte_differs_is_refused(rng):
             )
     with pytest.raises(StateError):
         paddle_shard.state_from_tensor(tensor[: rng.randrange(1, num_bytes)])
-    assert read + the_rest(paddle_shard.state_from_tensor(tensor), "map", LENGTH) == ALL
+    assert (
+        read + the_rest(paddle_shard.state_from_tensor(tensor), "map", LENGTH)
+        == ALL
+    )

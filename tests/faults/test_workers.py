@@ -57,7 +57,14 @@ def test_worker_killed_at_any_moment_is_named_and_loses_nothing(rng):
         read, _, failure, _ = read_until(batches, steps=rng.randrange(25))
         assert failure is None
         trials.append(
-            (kind, loader, batches, read, own.index(victim := rng.choice(own)), victim)
+            (
+                kind,
+                loader,
+                batches,
+                read,
+                own.index(victim := rng.choice(own)),
+                victim,
+            )
         )
     time.sleep(rng.uniform(0, 0.05))
     for trial in trials:
@@ -88,7 +95,10 @@ def test_worker_killed_while_it_writes_a_long_message_is_named(rng):
             return np.array([index, os.getpid()]), "x" * 60_000
 
     def together(samples):
-        return [np.stack([pair for pair, _ in samples]), [text for _, text in samples]]
+        return [
+            np.stack([pair for pair, _ in samples]),
+            [text for _, text in samples],
+        ]
 
     dataloader = DataLoader(
         Long(),
@@ -98,7 +108,9 @@ def test_worker_killed_while_it_writes_a_long_message_is_named(rng):
         use_shared_memory=rng.random() < 0.5,
     )
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
-    batches = iter(paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp"))
+    batches = iter(
+        paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp")
+    )
     victim = int(rows(next(batches)[0])[0, 1])
     time.sleep(
         rng.uniform(0.05, 0.4)
@@ -135,7 +147,13 @@ def test_worker_that_is_slow_to_leave_leaves_nothing():
 
     before, memory = children(), shared_memory()
     batches = iter(
-        loader_of("map", LENGTH, workers=2, fault=slow, settings={"prefetch_factor": 4})
+        loader_of(
+            "map",
+            LENGTH,
+            workers=2,
+            fault=slow,
+            settings={"prefetch_factor": 4},
+        )
     )
     next(batches)
     time.sleep(0.3)
@@ -154,16 +172,26 @@ def test_worker_exception_names_its_sample_and_loses_nothing(rng):
             rng.randrange(96),
         )
         error = rng.choice(
-            [ValueError, KeyError, StopIteration, SystemExit, MemoryError, OSError]
+            [
+                ValueError,
+                KeyError,
+                StopIteration,
+                SystemExit,
+                MemoryError,
+                OSError,
+            ]
         )
-        if error is SystemExit and not workers:  # it ends the process, as everywhere
+        # it ends the process, as everywhere
+        if error is SystemExit and not workers:
             error = ValueError
 
         def fault(number, bad=bad, error=error):
             if number == bad:
                 raise error("this one")
 
-        loader = loader_of(kind, 96, workers=workers, fault=fault, **drawn_options(rng))
+        loader = loader_of(
+            kind, 96, workers=workers, fault=fault, **drawn_options(rng)
+        )
         read, _, failure, waited = read_until(iter(loader))
 
         assert isinstance(failure, DataReadError), (kind, workers, bad, failure)
@@ -203,7 +231,9 @@ def test_collate_exception_names_its_samples_and_loses_nothing(rng):
         assert isinstance(failure, DataReadError)
         assert "cannot collate" in str(failure)
         assert failure.indices == tuple(range(bad // 8 * 8, bad // 8 * 8 + 8))
-        assert read + the_rest(loader.state_dict(), "map", 96) == list(range(96))
+        assert read + the_rest(loader.state_dict(), "map", 96) == list(
+            range(96)
+        )
 
 
 @pytest.mark.leaves  # the process that forks
@@ -225,7 +255,9 @@ def test_worker_that_hangs_is_named_when_the_timeout_is_over(tmp_path):
 
 
 def test_workers_killed_between_epochs_or_together_cost_nothing(rng):
-    loader = loader_of("map", 96, workers=2, settings={"persistent_workers": True})
+    loader = loader_of(
+        "map", 96, workers=2, settings={"persistent_workers": True}
+    )
     before = children()
     for _ in range(3):
         assert numbers(iter(loader)) == list(range(96))

@@ -32,7 +32,8 @@ def children(pid="self"):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):  # the thread has just ended
                 found |= {
-                    int(child) for child in (task / "children").read_text().split()
+                    int(child)
+                    for child in (task / "children").read_text().split()
                 }
     return found
 
@@ -41,7 +42,8 @@ def alive(pid):
     """Whether a process runs, or one of its threads; one that has ended and was not waited for does not."""
     try:
         ended = (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            == "Z"
         )
         return not ended or len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
@@ -123,12 +125,21 @@ class Traces:
         return waited_for(self._left, seconds)
 
     def _left(self):
-        opened, threads = descriptors(), set(threading.enumerate()) - self._threads
-        more = {kind: opened[kind] - self._open[kind] for kind in ("socket", "pipe")}
+        opened, threads = (
+            descriptors(),
+            set(threading.enumerate()) - self._threads,
+        )
+        more = {
+            kind: opened[kind] - self._open[kind] for kind in ("socket", "pipe")
+        }
         found = {
             "processes": children() - self._children,
-            "threads": {thread for thread in threads if not KEPT.search(thread.name)},
+            "threads": {
+                thread for thread in threads if not KEPT.search(thread.name)
+            },
             "shared memory": max(0, shared_memory() - self._memory),
-            "open": {kind: number for kind, number in more.items() if number > 0},
+            "open": {
+                kind: number for kind, number in more.items() if number > 0
+            },
         }
         return {what: left for what, left in found.items() if left}

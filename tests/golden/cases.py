@@ -7,7 +7,14 @@ import numpy as np
 import paddle
 from paddle.io import DataLoader
 
-from paddle_shard import Blocks, BucketBatchSampler, Mixture, Packed, ShardPlan, Stream
+from paddle_shard import (
+    Blocks,
+    BucketBatchSampler,
+    Mixture,
+    Packed,
+    ShardPlan,
+    Stream,
+)
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import DP2, Made, local, sharded
 
@@ -39,7 +46,11 @@ def tokens(length):
 
 def mixture(**options):
     return Mixture(
-        {"a": rows(7), "b": rows(11), "c": Made(lambda i: np.array(i + 100), 5)},
+        {
+            "a": rows(7),
+            "b": rows(11),
+            "c": Made(lambda i: np.array(i + 100), 5),
+        },
         {"a": 3, "b": 2, "c": 1},
         **options,
     )
@@ -85,7 +96,10 @@ CASES = {
         lambda _: given(rows()),
         {"shuffle": True, "seed": 7},
     ),
-    "blocks": (lambda _: given(rows(40)), {"shuffle": Blocks(size=4, window=2)}),
+    "blocks": (
+        lambda _: given(rows(40)),
+        {"shuffle": Blocks(size=4, window=2)},
+    ),
     "paddle": (lambda _: given(rows()), {"shuffle": "paddle"}),
     "tail drop": (lambda _: given(rows(), shuffle=True), {"tail": "drop"}),
     "tail fill": (lambda _: given(rows(), shuffle=True), {"tail": "fill"}),
@@ -121,14 +135,18 @@ CASES = {
     ),
     "buckets": (
         lambda _: DataLoader(
-            rows(), batch_sampler=BucketBatchSampler(np.array(LENGTHS), 6, window=12)
+            rows(),
+            batch_sampler=BucketBatchSampler(np.array(LENGTHS), 6, window=12),
         ),
         {},
     ),
     "stream": (lambda _: given(numbers(23)), {}),
     "stream, shuffled": (lambda _: given(numbers(40).shuffle(5)), {}),
     "stream, repeated": (lambda _: given(numbers(9).repeat(3).shuffle(4)), {}),
-    "stream, packed": (lambda _: given(Stream.of(LENGTHS).map(tokens).pack(10)), {}),
+    "stream, packed": (
+        lambda _: given(Stream.of(LENGTHS).map(tokens).pack(10)),
+        {},
+    ),
     "files": (lambda folder: given(lines(folder)), {}),
     "files, not counted": (
         lambda folder: given(lines(folder, counts=False).in_parts(2)),
@@ -136,7 +154,9 @@ CASES = {
     ),
     "stream mixture": (
         lambda _: given(
-            Stream.mixture({"a": numbers(30), "b": numbers(20)}, {"a": 2, "b": 1})
+            Stream.mixture(
+                {"a": numbers(30), "b": numbers(20)}, {"a": 2, "b": 1}
+            )
         ),
         {},
     ),
@@ -163,7 +183,9 @@ def orders(folder):
     """Return what each data rank gets in each epoch, by case."""
     found = {}
     for name in CASES:
-        loaders = on_each_rank([0, 1], lambda name=name: loader_of(name, folder))
+        loaders = on_each_rank(
+            [0, 1], lambda name=name: loader_of(name, folder)
+        )
         for epoch in range(EPOCHS):
             ranks = on_each_rank([0, 1], lambda: None)
             for rank, loader in loaders.items():
@@ -185,7 +207,8 @@ def states(folder):
         return loader.state_dict()
 
     return {
-        name: on_each_rank([0, 1], lambda name=name: saved(name))[0] for name in CASES
+        name: on_each_rank([0, 1], lambda name=name: saved(name))[0]
+        for name in CASES
     }
 
 

@@ -19,7 +19,9 @@ HERE = Path(__file__).parent
 def add(path, found):
     """Add what the file does not have yet, a line for each case."""
     kept = json.loads(path.read_text()) if path.exists() else {}
-    both = kept | {name: value for name, value in found.items() if name not in kept}
+    both = kept | {
+        name: value for name, value in found.items() if name not in kept
+    }
     lines = [
         f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}"
         for name, value in both.items()
@@ -32,5 +34,11 @@ def add(path, found):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        add(HERE / "orders.json", json.loads(json.dumps(orders(folder) | large())))
-        add(HERE / f"states-{VERSION}.json", json.loads(json.dumps(states(folder))))
+        add(
+            HERE / "orders.json",
+            json.loads(json.dumps(orders(folder) | large())),
+        )
+        add(
+            HERE / f"states-{VERSION}.json",
+            json.loads(json.dumps(states(folder))),
+        )

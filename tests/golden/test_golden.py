@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from paddle_shard.testing.simulated import on_each_rank
-from tests.golden.cases import CASES, EPOCHS, SAVED_AFTER, delivered, large, loader_of
+from tests.golden.cases import (
+    CASES,
+    EPOCHS,
+    SAVED_AFTER,
+    delivered,
+    large,
+    loader_of,
+)
 
 HERE = Path(__file__).parent
 ORDERS = json.loads((HERE / "orders.json").read_text())
@@ -18,11 +25,13 @@ STATES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_golden_orders_are_unchanged(name, tmp_path):
-    for rank, loader in on_each_rank([0, 1], lambda: loader_of(name, tmp_path)).items():
+    for rank, loader in on_each_rank(
+        [0, 1], lambda: loader_of(name, tmp_path)
+    ).items():
         for epoch in range(EPOCHS):
-            found = on_each_rank([rank], lambda loader=loader: delivered(iter(loader)))[
-                rank
-            ]
+            found = on_each_rank(
+                [rank], lambda loader=loader: delivered(iter(loader))
+            )[rank]
             assert found == ORDERS[f"{name}, epoch {epoch}"][rank]
 
 

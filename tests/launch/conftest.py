@@ -51,12 +51,16 @@ class Commands:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 running = [
-                    name for name, p in self._started.items() if p.poll() is None
+                    name
+                    for name, p in self._started.items()
+                    if p.poll() is None
                 ]
                 pytest.fail(
                     f"the deadline of {timeout} s passed; still running: {running}"
                 )
-        return {name: process.returncode for name, process in self._started.items()}
+        return {
+            name: process.returncode for name, process in self._started.items()
+        }
 
     def out(self, name) -> str:
         return (self.directory / f"{name}.out").read_text()
@@ -179,12 +183,16 @@ def _joined(names, hosts) -> bool:
 
 
 def _ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
+    subprocess.run(
+        ["ip", *arguments], check=True, capture_output=True, timeout=10
+    )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
     if report.failed:
-        report.sections.extend(("every log", commands.logs()) for commands in _running)
+        report.sections.extend(
+            ("every log", commands.logs()) for commands in _running
+        )
     return report

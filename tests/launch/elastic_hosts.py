@@ -26,9 +26,13 @@ def elastic_demo():
 def from_manifest():
     """Return the command and the variables of a pod's container."""
     yaml = pytest.importorskip("yaml")
-    job = yaml.safe_load((ROOT / "launch" / "kubernetes-elastic.yaml").read_text())
+    job = yaml.safe_load(
+        (ROOT / "launch" / "kubernetes-elastic.yaml").read_text()
+    )
     (container,) = job["spec"]["worker"]["template"]["spec"]["containers"]
-    return container["command"], {one["name"]: one["value"] for one in container["env"]}
+    return container["command"], {
+        one["name"]: one["value"] for one in container["env"]
+    }
 
 
 def of_operator(host, number):
@@ -55,10 +59,16 @@ class ElasticHosts:
         if not hosts[0].enter:
             pytest.skip("network namespaces are not permitted here")
         if not (shutil.which("etcd") or shutil.which("apt-get")):
-            pytest.skip("there is no etcd, and no way to fetch Debian's package")
+            pytest.skip(
+                "there is no etcd, and no way to fetch Debian's package"
+            )
         self.demo = elastic_demo()
         try:
-            command = [self.demo.etcd_binary(), "--data-dir", directory / "etcd"]
+            command = [
+                self.demo.etcd_binary(),
+                "--data-dir",
+                directory / "etcd",
+            ]
         except SystemExit as error:
             pytest.skip(str(error))
         self.folder, self.diary, self._commands, self._hosts = (
@@ -133,7 +143,9 @@ class ElasticHosts:
         self._etcd.send_signal(signal.SIGTERM)
         self._commands.wait()
         assert [node.returncode for node in self.nodes] == [0, 0]
-        newest = max(path.parent for path in self.folder.glob("*/manifest.json"))
+        newest = max(
+            path.parent for path in self.folder.glob("*/manifest.json")
+        )
         found, _ = self.demo.audit(self.diary, str(newest))
         for epoch in range(self.demo.EPOCHS):
             assert collections.Counter(found[epoch]) == dict.fromkeys(

@@ -14,7 +14,9 @@ def fixed_data() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     # (step, row, feature), (step, row, 1)
     features = rng.standard_normal((STEPS, ROWS, FEATURES)).astype("float32")
-    return features, features @ np.arange(1, FEATURES + 1, dtype="float32")[:, None]
+    return features, features @ np.arange(1, FEATURES + 1, dtype="float32")[
+        :, None
+    ]
 
 
 def main(directory: Path) -> None:
@@ -28,13 +30,20 @@ def main(directory: Path) -> None:
     assert total.item() == world * (world + 1) / 2
 
     zeros = paddle.ParamAttr(initializer=paddle.nn.initializer.Constant(0.0))
-    model = paddle.DataParallel(paddle.nn.Linear(FEATURES, 1, weight_attr=zeros))
-    optimizer = paddle.optimizer.SGD(LEARNING_RATE, parameters=model.parameters())
+    model = paddle.DataParallel(
+        paddle.nn.Linear(FEATURES, 1, weight_attr=zeros)
+    )
+    optimizer = paddle.optimizer.SGD(
+        LEARNING_RATE, parameters=model.parameters()
+    )
     losses = []
     for features, labels in zip(*fixed_data(), strict=True):
         mine = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
         loss = (
-            (model(paddle.to_tensor(features[mine])) - paddle.to_tensor(labels[mine]))
+            (
+                model(paddle.to_tensor(features[mine]))
+                - paddle.to_tensor(labels[mine])
+            )
             ** 2
         ).mean()
         loss.backward()

@@ -21,7 +21,10 @@ SCRIPT = Path(__file__).parents[2] / "launch" / "elastic.sh"
         ({"ETCD": ""}, "ETCD is not set"),
         ({"ETCD": "etcd://host"}, "ETCD must be ip:port, got 'etcd://host'"),
         ({"JOB": ""}, "JOB is not set"),
-        ({"JOB": "a/b"}, "JOB must be letters, digits, '_', '.' and '-', got 'a/b'"),
+        (
+            {"JOB": "a/b"},
+            "JOB must be letters, digits, '_', '.' and '-', got 'a/b'",
+        ),
         ({"JOB": "default"}, "got 'default'"),
         ({"NNODES": "2"}, "NNODES must be least:most, as 1:4, got '2'"),
         ({"NNODES": "3:2"}, "NNODES must be least:most, as 1:4, got '3:2'"),

@@ -46,7 +46,9 @@ def start_as_paddle_operator_does(commands, hosts, reports, ranks):
             "pods have addresses of their own, and network namespaces are not permitted here"
         )
     text = (LAUNCH / "kubernetes.yaml").read_text()
-    arguments = json.loads(re.search(r"^ +args: (\[.*\])$", text, re.MULTILINE)[1])
+    arguments = json.loads(
+        re.search(r"^ +args: (\[.*\])$", text, re.MULTILINE)[1]
+    )
     assert arguments[-1] == "demos/digits.py"
     assert arguments[arguments.index("--nproc_per_node") + 1] == str(ranks)
     assert arguments[-3:-1] == ["--log_dir", "/logs"]
@@ -54,17 +56,26 @@ def start_as_paddle_operator_does(commands, hosts, reports, ranks):
         logs = ["--log_dir", f"log/host-{rank}"]
         commands.start(
             f"host-{rank}",
-            [*host.enter, sys.executable, *arguments[:-3], *logs, WORKER, reports],
-            # From the manifest,
-            GLOO_SOCKET_IFNAME=re.search(r"GLOO_SOCKET_IFNAME\n +value: (\w+)", text)[
-                1
+            [
+                *host.enter,
+                sys.executable,
+                *arguments[:-3],
+                *logs,
+                WORKER,
+                reports,
             ],
+            # From the manifest,
+            GLOO_SOCKET_IFNAME=re.search(
+                r"GLOO_SOCKET_IFNAME\n +value: (\w+)", text
+            )[1],
             # and from the operator: controllers/paddlejob_helper.go, constructPod and constructConfigMap.
             POD_IP=host.ip,
             PADDLE_TRAINER_ID=str(rank),
             TRAINING_ROLE="TRAINER",
             PADDLE_TRAINING_ROLE="TRAINER",
-            PADDLE_TRAINER_ENDPOINTS=",".join(f"{host.ip}:36000" for host in hosts),
+            PADDLE_TRAINER_ENDPOINTS=",".join(
+                f"{host.ip}:36000" for host in hosts
+            ),
             PADDLE_TRAINERS=",".join(host.ip for host in hosts),
             PADDLE_TRAINERS_NUM="2",
             PADDLE_PORT="36000",
@@ -107,7 +118,9 @@ def test_two_hosts_train_as_one_process_would(
         two_hosts[rank // ranks].ip for rank in range(2 * ranks)
     ]
     np.testing.assert_allclose(
-        [report["losses"] for report in reports], one_process(2 * ranks).T, rtol=1e-5
+        [report["losses"] for report in reports],
+        one_process(2 * ranks).T,
+        rtol=1e-5,
     )
     for rank in range(2 * ranks):
         assert (
@@ -146,7 +159,9 @@ def test_hosts_sh_names_what_is_wrong(commands, variables, message):
         "PYTHON": sys.executable,
     }
 
-    commands.start("run", [LAUNCH / "hosts.sh", WORKER], **{**given, **variables})
+    commands.start(
+        "run", [LAUNCH / "hosts.sh", WORKER], **{**given, **variables}
+    )
 
     assert commands.wait() == {"run": 2}
     assert message in commands.err("run")

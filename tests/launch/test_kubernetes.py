@@ -32,9 +32,13 @@ def job(request):
             text.index("            volumeMounts:"),
         )
         gpu = re.sub(r"(?m)^(\s+)# ", r"\1", text[start:end])
-        head = re.sub(r"(?ms)^            (image|args): [^\n]*\n", "", text[:start])
         head = re.sub(
-            r"(?ms)^            resources:\n.*?(?=^            # GPUs)", "", head
+            r"(?ms)^            (image|args): [^\n]*\n", "", text[:start]
+        )
+        head = re.sub(
+            r"(?ms)^            resources:\n.*?(?=^            # GPUs)",
+            "",
+            head,
         )
         text = head + gpu + text[end:]
     return yaml.safe_load(text)
@@ -58,7 +62,9 @@ def test_kubernetes_manifest_is_a_paddle_job(job):
     assert {m["name"] for m in container["volumeMounts"]} == {
         v["name"] for v in pod["volumes"]
     }
-    assert all(isinstance(variable["value"], str) for variable in container["env"])
+    assert all(
+        isinstance(variable["value"], str) for variable in container["env"]
+    )
 
 
 def test_kubernetes_processes_are_counted_by_cpu_or_gpu(job):
@@ -86,7 +92,9 @@ def test_kubernetes_elastic_manifest_runs_elastic_sh():
     assert pod["terminationGracePeriodSeconds"] > 30
     (container,) = pod["containers"]
     assert container["command"] == ["launch/elastic.sh"]
-    given = {variable["name"]: variable["value"] for variable in container["env"]}
+    given = {
+        variable["name"]: variable["value"] for variable in container["env"]
+    }
     assert given["NNODES"] == f"{worker['requests']}:{worker['limits']}"
     assert given["JOB"] == job["metadata"]["name"]
     assert all(isinstance(value, str) for value in given.values())

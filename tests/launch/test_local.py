@@ -41,14 +41,24 @@ print('late', rank, end='')
         "OMP_NUM_THREADS": "3",
     }
     arguments = ["--processes", "7", "a b", "--", "$x"]
-    command = [sys.executable, LOCAL, "--processes", "2", "--log-dir", "out", path]
+    command = [
+        sys.executable,
+        LOCAL,
+        "--processes",
+        "2",
+        "--log-dir",
+        "out",
+        path,
+    ]
 
     commands.start("first", [*command, *arguments], **left_over)
     early = f"early 0 {arguments} 2 3\n"
     commands.until(lambda: commands.out("first") == early)
     second = commands.start("second", command)
     assert second.wait(HANG) == 2
-    assert "--log-dir out belongs to a run that is alive" in commands.err("second")
+    assert "--log-dir out belongs to a run that is alive" in commands.err(
+        "second"
+    )
     (tmp_path / "go").touch()
 
     assert commands.wait()["first"] == 0
@@ -56,7 +66,9 @@ print('late', rank, end='')
     assert commands.err("first") == ""
     logs = tmp_path / "out"
     assert (logs / "workerlog.0").read_text() == commands.out("first")
-    assert (logs / "workerlog.1").read_text() == f"early 1 {arguments} 2 3\nlate 1"
+    assert (
+        logs / "workerlog.1"
+    ).read_text() == f"early 1 {arguments} 2 3\nlate 1"
     assert "LAUNCH INFO" in (logs / "launcher.log").read_text()
     assert not (logs / "workerlog.7").exists()
     assert (logs / "notes.txt").read_text() == "old\n"
@@ -101,7 +113,9 @@ def test_local_run_names_the_first_rank_to_fail(commands, tmp_path, rank_0):
 
 
 @multiprocess
-def test_local_run_passes_ctrl_c_to_ranks_and_leaves_no_process(commands, tmp_path):
+def test_local_run_passes_ctrl_c_to_ranks_and_leaves_no_process(
+    commands, tmp_path
+):
     path = script(
         tmp_path,
         # Not in the group, nor in the session of its rank.
@@ -111,12 +125,15 @@ def test_local_run_passes_ctrl_c_to_ranks_and_leaves_no_process(commands, tmp_pa
         "except KeyboardInterrupt: print('saved', rank)",
     )
 
-    run = commands.start("run", [sys.executable, LOCAL, "--processes", "2", path])
+    run = commands.start(
+        "run", [sys.executable, LOCAL, "--processes", "2", path]
+    )
     logs = [tmp_path / "log/workerlog.0", tmp_path / "log/workerlog.1"]
     commands.until(
         lambda: all(log.exists() and "ready" in log.read_text() for log in logs)
     )
-    assert len(commands.alive()) >= 6  # local.py, the launcher, 2 ranks, 2 detached
+    # local.py, the launcher, 2 ranks, 2 detached
+    assert len(commands.alive()) >= 6
     run.send_signal(signal.SIGINT)
 
     assert commands.wait() == {"run": 130}
@@ -132,7 +149,9 @@ def test_local_run_kills_at_the_second_ctrl_c(commands, tmp_path):
         "import signal\nsignal.signal(2, signal.SIG_IGN)\nprint('deaf')\ntime.sleep(600)",
     )
 
-    run = commands.start("run", [sys.executable, LOCAL, "--processes", "1", path])
+    run = commands.start(
+        "run", [sys.executable, LOCAL, "--processes", "1", path]
+    )
     commands.until(lambda: "deaf" in commands.out("run"))
     run.send_signal(signal.SIGINT)
     commands.until(lambda: "once more kills" in commands.err("run"))
@@ -147,9 +166,18 @@ def test_local_run_kills_at_the_second_ctrl_c(commands, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--processes", "0", "script.py"], "--processes must be at least 1, got 0"),
-        (["--processes", "two", "script.py"], "--processes: invalid int value: 'two'"),
-        (["--processes", "2", "missing.py"], "script 'missing.py' is not a file"),
+        (
+            ["--processes", "0", "script.py"],
+            "--processes must be at least 1, got 0",
+        ),
+        (
+            ["--processes", "two", "script.py"],
+            "--processes: invalid int value: 'two'",
+        ),
+        (
+            ["--processes", "2", "missing.py"],
+            "script 'missing.py' is not a file",
+        ),
         (["--processes", "2", "run.out"], "must end in .py or be executable"),
         (
             ["--processes", "2", "--log-dir", "script.py", "script.py"],
@@ -163,7 +191,8 @@ def test_local_run_kills_at_the_second_ctrl_c(commands, tmp_path):
         ),
         pytest.param(
             ["--gpus", "0,99", "script.py"],
-            "--gpus 0,99: ",  # no host has a hundred: none is seen, or not this one
+            # no host has a hundred: none is seen, or not this one
+            "--gpus 0,99: ",
             marks=pytest.mark.long,  # imports Paddle to look for GPUs
         ),
     ],
@@ -182,7 +211,8 @@ def test_local_rejects_wrong_arguments(commands, tmp_path, arguments, message):
     ("wanted", "visible", "chosen"),
     [
         ("all", ["0", "1"], ["0", "1"]),
-        ("1, 0", ["0", "1"], ["1", "0"]),  # in the order given: local rank 0 has GPU 1
+        # in the order given: local rank 0 has GPU 1
+        ("1, 0", ["0", "1"], ["1", "0"]),
         ("5", ["4", "5"], ["5"]),  # as CUDA_VISIBLE_DEVICES=4,5 calls it
     ],
 )

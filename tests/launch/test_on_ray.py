@@ -23,4 +23,6 @@ def test_on_ray_names_a_cluster_that_does_not_answer(commands):
         )
 
         assert commands.wait() == {"run": 2}
-    assert f"no Ray cluster answers at RAY_ADDRESS={address} (" in commands.err("run")
+    assert f"no Ray cluster answers at RAY_ADDRESS={address} (" in commands.err(
+        "run"
+    )

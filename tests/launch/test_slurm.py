@@ -28,7 +28,8 @@ esac""",
     ("variables", "ranks"),
     [
         ({}, "--nproc_per_node 2 "),
-        ({"NPROC": "3", "GPUS": "0"}, "--nproc_per_node 3 "),  # GPUS is ours to set
+        # GPUS is ours to set
+        ({"NPROC": "3", "GPUS": "0"}, "--nproc_per_node 3 "),
         ({"SLURM_GPUS_ON_NODE": "0"}, "--nproc_per_node 2 "),
         (
             {"SLURM_GPUS_ON_NODE": "8", "NPROC": "3"},
@@ -36,7 +37,9 @@ esac""",
         ),  # the launcher counts what Slurm shows it
     ],
 )
-def test_slurm_starts_a_launcher_on_each_node(commands, tmp_path, variables, ranks):
+def test_slurm_starts_a_launcher_on_each_node(
+    commands, tmp_path, variables, ranks
+):
     for name, body in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)

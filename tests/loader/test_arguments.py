@@ -31,7 +31,10 @@ from tests.helpers import ONE, Made, sharded
             {"dense_tensor_idx": [None, []]},
             "dense_tensor_idx must be a list with a list",
         ),
-        ({"dense_tensor_idx": 1}, "dense_tensor_idx must be a list with a list"),
+        (
+            {"dense_tensor_idx": 1},
+            "dense_tensor_idx must be a list with a list",
+        ),
     ],
 )
 def test_arguments_are_checked_at_construction(options, text):
@@ -51,7 +54,10 @@ def test_arguments_are_checked_at_construction(options, text):
             "no argument num_workers=. Pass it to paddle.io.DataLoader",
         ),
         ({"tails": "drop"}, "no argument tails=. Did you mean 'tail'"),
-        ({"xyz": 1}, "no argument xyz=. Its arguments are dataloader, meshes, "),
+        (
+            {"xyz": 1},
+            "no argument xyz=. Its arguments are dataloader, meshes, ",
+        ),
     ],
 )
 def test_unknown_argument_is_refused_with_the_fix(options, text):
@@ -126,7 +132,9 @@ def test_closed_iterator_consumes_no_epoch():
 
 def test_public_names_stay_few():
     # Paddle's six, and eighteen of ours.
-    assert len(inspect.signature(paddle_shard.shard_dataloader).parameters) <= 24
+    assert (
+        len(inspect.signature(paddle_shard.shard_dataloader).parameters) <= 24
+    )
     for kind in (
         paddle_shard.ShardDataloader,
         paddle_shard.ShardIterator,
@@ -148,7 +156,9 @@ def test_parts_of_a_mixture_are_chosen_for_all_of_it():
     ):
         Stream.mixture({"a": cut, "b": Stream.of(range(8))})
     for number in (0, True, 1.5):
-        with pytest.raises(ArgumentError, match="num_parts must be an int >= 1"):
+        with pytest.raises(
+            ArgumentError, match="num_parts must be an int >= 1"
+        ):
             Stream.of(range(8)).in_parts(number)
 
 
@@ -168,15 +178,21 @@ def test_axis_of_data_that_splits_nothing_is_said_once(
     names, shape, dims, auto_dp, says, caplog, monkeypatch
 ):
     monkeypatch.setattr(warn_once, "_WARNED", set())
-    monkeypatch.setattr("paddle_shard.loader.api.in_auto_dp_mode", lambda: auto_dp)
-    mesh = dist.ProcessMesh(np.arange(math.prod(shape)).reshape(shape), dim_names=names)
+    monkeypatch.setattr(
+        "paddle_shard.loader.api.in_auto_dp_mode", lambda: auto_dp
+    )
+    mesh = dist.ProcessMesh(
+        np.arange(math.prod(shape)).reshape(shape), dim_names=names
+    )
     for _ in range(2):
         sharded(DataLoader(Made(), batch_size=4), mesh, dims=dims)
     with simulated_rank(1, 2):
         sharded(DataLoader(Made(), batch_size=4), mesh, dims=dims)
 
     assert (
-        caplog.text.count("get the same rows, the whole of each batch. shard_dims='d")
+        caplog.text.count(
+            "get the same rows, the whole of each batch. shard_dims='d"
+        )
         == says
     )
 
@@ -204,11 +220,13 @@ def test_override_that_is_a_text_is_refused():
 
 
 @pytest.mark.parametrize(
-    "data", [iter(range(4)), type("It", (), {"__iter__": lambda self: iter(())})()]
+    "data",
+    [iter(range(4)), type("It", (), {"__iter__": lambda self: iter(())})()],
 )
 def test_stream_in_a_data_loader_is_told_how_streams_are_given(data):
     with pytest.raises(
-        ArgumentTypeError, match=r"A stream has none: .*Stream\.of, Stream\.huggingface"
+        ArgumentTypeError,
+        match=r"A stream has none: .*Stream\.of, Stream\.huggingface",
     ):
         sharded(DataLoader(data, batch_size=2), ONE)
 
@@ -233,7 +251,9 @@ def test_batches_that_are_dataclasses_are_rejected():
     class Pair:
         x: np.ndarray
 
-    data = DataLoader(range(8), batch_size=4, collate_fn=lambda s: Pair(np.array(s)))
+    data = DataLoader(
+        range(8), batch_size=4, collate_fn=lambda s: Pair(np.array(s))
+    )
     loader = paddle_shard.shard_dataloader(data, ONE, shard_dims="dp")
     with pytest.raises(BatchStructureError, match="Pair, .* dataclass"):
         next(iter(loader))

@@ -23,7 +23,9 @@ KINDS = {
 }
 
 
-def make(at, batch_size, balance, *, accumulation=1, workers=0, data=None, **options):
+def make(
+    at, batch_size, balance, *, accumulation=1, workers=0, data=None, **options
+):
     data = Made(length=61) if data is None else data
     sampler = BatchSampler(data, batch_size=batch_size, shuffle=True)
     sampler._acc_steps = accumulation
@@ -68,14 +70,26 @@ def test_global_batches_stay_the_same_sets_and_ranks_cost_alike(
     def run(balance=balance):
         own = 0 if balance is None else workers
         loader = make(
-            at, size, balance, accumulation=accumulation, workers=own, tail=tail, seed=3
+            at,
+            size,
+            balance,
+            accumulation=accumulation,
+            workers=own,
+            tail=tail,
+            seed=3,
         )
         with iter(loader) as batches:
             found = rows_of(batches)
         assert [ids for ids, _ in found] == indices_of(
-            make(at, size, balance, accumulation=accumulation, tail=tail, seed=3)
+            make(
+                at, size, balance, accumulation=accumulation, tail=tail, seed=3
+            )
         )
-        return found, loader.where(sample=17, epoch=0), loader.stats.total.imbalance
+        return (
+            found,
+            loader.where(sample=17, epoch=0),
+            loader.stats.total.imbalance,
+        )
 
     dealt = on_each_rank(range(data_ranks), run)
     plain = on_each_rank(range(data_ranks), lambda: run(None))
@@ -94,7 +108,9 @@ def test_global_batches_stay_the_same_sets_and_ranks_cost_alike(
                 sorted(
                     (row, real)
                     for ids, valid in side
-                    for row, real in zip(ids[stretch], valid[stretch], strict=True)
+                    for row, real in zip(
+                        ids[stretch], valid[stretch], strict=True
+                    )
                 )
                 for side in (mine, theirs)
             ]
@@ -109,7 +125,9 @@ def test_global_batches_stay_the_same_sets_and_ranks_cost_alike(
     if place is not None:
         ids, valid = dealt[place.data_rank][0][place.step]
         assert (ids[place.row], valid[place.row]) == (17, True)
-    assert all(imbalance is None or imbalance >= 1 for *_, imbalance in dealt.values())
+    assert all(
+        imbalance is None or imbalance >= 1 for *_, imbalance in dealt.values()
+    )
 
     def first():
         loader = make(at, size, balance, tail="pad", seed=3)
@@ -130,7 +148,10 @@ def test_global_batches_stay_the_same_sets_and_ranks_cost_alike(
     rest = on_each_rank(range(other_ranks), second)
     delivered = [
         row
-        for per_rank in ({rank: found for rank, (found, _) in begun.items()}, rest)
+        for per_rank in (
+            {rank: found for rank, (found, _) in begun.items()},
+            rest,
+        )
         for found in per_rank.values()
         for ids, valid in found
         for row, real in zip(ids, valid, strict=True)
@@ -164,7 +185,10 @@ def test_certificate_is_exact_and_the_imbalance_is_counted():
 
 
 def test_mixture_has_costs_by_a_function_of_ids():
-    sources = {"web": Made(length=20), "code": Made(lambda i: np.array(100 + i), 9)}
+    sources = {
+        "web": Made(length=20),
+        "code": Made(lambda i: np.array(100 + i), 9),
+    }
     mixture = Mixture(sources, {"web": 2, "code": 1}, num_samples=30)
     web, code = COSTS[:20], COSTS[20:29]
 
@@ -174,7 +198,10 @@ def test_mixture_has_costs_by_a_function_of_ids():
             for name, at in map(mixture.sample_name, ids)
         ]
 
-    known = {**dict(enumerate(web)), **{100 + i: cost for i, cost in enumerate(code)}}
+    known = {
+        **dict(enumerate(web)),
+        **{100 + i: cost for i, cost in enumerate(code)},
+    }
 
     def run(balance):
         with iter(make(mesh([0, 1]), 6, balance, data=mixture)) as batches:

@@ -10,7 +10,9 @@ from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import ONE, Made, mesh, sharded
 
 
-def make(at=ONE, *, batch_size, length=50, accumulation=1, data=Made, **options):
+def make(
+    at=ONE, *, batch_size, length=50, accumulation=1, data=Made, **options
+):
     sampler = BatchSampler(data(length=length), batch_size=4, shuffle=True)
     sampler._acc_steps = accumulation
     return sharded(
@@ -29,7 +31,9 @@ def real(batches, most=None):
         except StopIteration:
             break
         found.append(
-            batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+            batch._local_value()
+            .numpy()[batches.valid._local_value().numpy()]
+            .tolist()
         )
     return found
 
@@ -46,7 +50,9 @@ def test_batch_size_schedule_may_change_at_a_resume():
     after = real(iter(other))
     assert [len(rows) for rows in after] == [2, 2, 6, 6, 6, 6, 2]
     assert other.certificate().exact
-    assert sorted(row for rows in before + after for row in rows) == list(range(50))
+    assert sorted(row for rows in before + after for row in rows) == list(
+        range(50)
+    )
 
 
 def test_schedule_counts_rows_as_the_dataloader_does():
@@ -64,7 +70,9 @@ def test_schedule_counts_rows_as_the_dataloader_does():
     rows = on_each_rank(
         range(2),
         lambda: real(
-            iter(make(mesh([0, 1]), batch_size=[(0, 4), (16, 6)], accumulation=2))
+            iter(
+                make(mesh([0, 1]), batch_size=[(0, 4), (16, 6)], accumulation=2)
+            )
         ),
     )
     assert rows[place.data_rank][place.step][place.row] == 7
@@ -116,5 +124,7 @@ def test_batch_size_schedule_must_split_evenly():
     ],
 )
 def test_schedule_is_refused_where_others_make_the_batches(loader):
-    with pytest.raises(ArgumentError, match="which decides the size of its batches"):
+    with pytest.raises(
+        ArgumentError, match="which decides the size of its batches"
+    ):
         sharded(loader, ONE, batch_size=[(0, 4)])

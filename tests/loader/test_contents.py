@@ -23,7 +23,8 @@ def arrays(version):
 
 def texts(version):
     return Made(
-        lambda i: {"text": f"{i} of version {version}", "length": np.array(1)}, LENGTH
+        lambda i: {"text": f"{i} of version {version}", "length": np.array(1)},
+        LENGTH,
     )
 
 
@@ -74,7 +75,11 @@ KINDS = {
 
 
 def loader_of(dataset, *, workers=0, sampler=False, collate_fn=None, **options):
-    how = {"batch_sampler": Own()} if sampler else {"batch_size": 4, "shuffle": True}
+    how = (
+        {"batch_sampler": Own()}
+        if sampler
+        else {"batch_size": 4, "shuffle": True}
+    )
     return sharded(
         DataLoader(dataset, num_workers=workers, collate_fn=collate_fn, **how),
         ONE,
@@ -91,11 +96,17 @@ def saved_after(loader, steps):
 
 @pytest.mark.parametrize(
     ("draw", "workers"),
-    [(np.random.rand, 0), (np.random.rand, 2), (lambda: float(paddle.rand([])), 2)],
+    [
+        (np.random.rand, 0),
+        (np.random.rand, 2),
+        (lambda: float(paddle.rand([])), 2),
+    ],
 )
 def test_samples_that_draw_are_the_same_after_a_later_resume(draw, workers):
     def made():
-        return loader_of(Made(lambda i: np.array([i, draw()]), LENGTH), workers=workers)
+        return loader_of(
+            Made(lambda i: np.array([i, draw()]), LENGTH), workers=workers
+        )
 
     loader = made()
     straight = [locals_of(loader) for _ in range(2)]
@@ -108,10 +119,13 @@ def test_samples_that_draw_are_the_same_after_a_later_resume(draw, workers):
     ("kind", "workers", "steps"),
     [*((kind, 0, 1) for kind in KINDS), ("numbers", 2, 6)],
 )
-def test_identity_of_a_state_refuses_data_of_another_version(kind, workers, steps):
+def test_identity_of_a_state_refuses_data_of_another_version(
+    kind, workers, steps
+):
     state = saved_after(loader_of(KINDS[kind](0), workers=workers), steps)
     same, other, overridden = (
-        loader_of(KINDS[kind](version), workers=workers) for version in (0, 1, 1)
+        loader_of(KINDS[kind](version), workers=workers)
+        for version in (0, 1, 1)
     )
     same.load_state_dict(state)
     other.load_state_dict(state)

@@ -75,7 +75,10 @@ def test_data_that_has_grown_is_served_by_a_new_loader():
 
 def test_persistent_workers_stay_where_nothing_was_set(caplog):
     loader = sharded(
-        DataLoader(Rows(), batch_size=4, num_workers=2, persistent_workers=True), ONE
+        DataLoader(
+            Rows(), batch_size=4, num_workers=2, persistent_workers=True
+        ),
+        ONE,
     )
     for _ in range(3):
         list(loader)
@@ -92,7 +95,9 @@ def test_persistent_workers_stay_where_nothing_was_set(caplog):
 def test_samples_that_are_one_object_are_read():
     row = np.arange(3)
     assert (
-        locals_of(sharded(DataLoader(Made(lambda index: row, 4), batch_size=2), ONE))
+        locals_of(
+            sharded(DataLoader(Made(lambda index: row, 4), batch_size=2), ONE)
+        )
         == [[[0, 1, 2]] * 2] * 2
     )
     stream = paddle_shard.Stream.of(itertools.repeat(row, 4))
@@ -130,7 +135,9 @@ def test_iterator_that_has_failed_says_how_to_resume(error, raised):
     ):
         next(batches)
     loader.load_state_dict(loader.state_dict())
-    assert rows + [row for batch in loader for row in local(batch)] == list(range(12))
+    assert rows + [row for batch in loader for row in local(batch)] == list(
+        range(12)
+    )
 
 
 # A sampler's set_epoch
@@ -155,7 +162,9 @@ class WantsMore(Wants):
 def test_set_epoch_passes_further_arguments_to_the_sampler():
     sampler = WantsMore()
     loader = sharded(
-        DataLoader(Rows(), batch_sampler=BatchSampler(sampler=sampler, batch_size=4)),
+        DataLoader(
+            Rows(), batch_sampler=BatchSampler(sampler=sampler, batch_size=4)
+        ),
         ONE,
     )
     loader.set_epoch(5, seed=7)

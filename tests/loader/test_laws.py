@@ -37,7 +37,8 @@ class Rows(paddle.io.Dataset):
 
 def process_mesh(layout):
     return dist.ProcessMesh(
-        np.array(layout.process_ids).reshape(layout.shape), dim_names=list(layout.axes)
+        np.array(layout.process_ids).reshape(layout.shape),
+        dim_names=list(layout.axes),
     )
 
 
@@ -65,17 +66,31 @@ def mixture(length):
 
 
 def make(
-    length, batch_size, mesh, axes, *, workers=0, accumulation=1, data=Rows, **options
+    length,
+    batch_size,
+    mesh,
+    axes,
+    *,
+    workers=0,
+    accumulation=1,
+    data=Rows,
+    **options,
 ):
     if isinstance(options.get("shuffle"), bool):
         options["shuffle"], in_loader = None, options["shuffle"]
     else:
         in_loader = False
     dataset = data(length)
-    sampler = paddle.io.BatchSampler(dataset, batch_size=batch_size, shuffle=in_loader)
+    sampler = paddle.io.BatchSampler(
+        dataset, batch_size=batch_size, shuffle=in_loader
+    )
     sampler._acc_steps = accumulation
-    loader = paddle.io.DataLoader(dataset, batch_sampler=sampler, num_workers=workers)
-    return paddle_shard.shard_dataloader(loader, mesh, shard_dims=axes, **options)
+    loader = paddle.io.DataLoader(
+        dataset, batch_sampler=sampler, num_workers=workers
+    )
+    return paddle_shard.shard_dataloader(
+        loader, mesh, shard_dims=axes, **options
+    )
 
 
 def data_coordinates(layout, axes):
@@ -146,13 +161,17 @@ def check_laws(
             for mine, theirs in zip(
                 [*local, valid], [*found[0], found[1]], strict=True
             ):
-                np.testing.assert_array_equal(mine, theirs, err_msg="replicas agree")
+                np.testing.assert_array_equal(
+                    mine, theirs, err_msg="replicas agree"
+                )
             rows = len(local[0]) * num_data_ranks
             assert [shape[0] for shape in shapes] == [rows] * 3, "global shape"
         ordered = [slices[coordinate] for coordinate in sorted(slices)]
         valid = in_row_order([valid for _, valid in ordered], accumulation)
         for field in range(3):
-            rows = in_row_order([local[field] for local, _ in ordered], accumulation)
+            rows = in_row_order(
+                [local[field] for local, _ in ordered], accumulation
+            )
             fields, _, real = alone[step]
             np.testing.assert_array_equal(
                 rows[valid], fields[field][real], err_msg="global equivalence"
@@ -170,9 +189,9 @@ def check_laws(
         assert padding == 0 or (find_tail(tail).pads and step == num_steps - 1)
         assert len(valid) % (num_data_ranks * accumulation) == 0
     dropped = length - len(delivered)
-    assert dropped in ((0, length % step_size) if find_tail(tail).drops else (0,)), (
-        "exact coverage"
-    )
+    assert dropped in (
+        (0, length % step_size) if find_tail(tail).drops else (0,)
+    ), "exact coverage"
     assert dropped == length % step_size or tail != "drop"
     if options.get("data") is mixture:
         assert (
@@ -188,7 +207,11 @@ def check_laws(
 def drawn_by_hand(shuffle, seed):
     """The samples of `mixture`: a source's next one wherever Tijdeman's sequence names it, epoch after epoch."""
     drawn, streams = [], []
-    for name, length, first in (("web", 50, 0), ("code", 7, 100), ("chat", 2, 200)):
+    for name, length, first in (
+        ("web", 50, 0),
+        ("code", 7, 100),
+        ("chat", 2, 200),
+    ):
 
         def stream(name=name, length=length, first=first):
             for epoch in itertools.count():
@@ -200,7 +223,9 @@ def drawn_by_hand(shuffle, seed):
                 yield from (first + order).tolist()
 
         streams.append(stream())
-    for source in itertools.islice(itertools.cycle([0, 1, 0, 1, 0, 0, 2, 0, 1]), 1000):
+    for source in itertools.islice(
+        itertools.cycle([0, 1, 0, 1, 0, 0, 2, 0, 1]), 1000
+    ):
         drawn.append(next(streams[source]))
     return drawn
 
@@ -230,7 +255,9 @@ def in_row_order(slices, accumulation):
 def test_loader_gives_the_batches_of_one_process_on_any_mesh(
     mesh, length, multiple, tail, accumulation, shuffle, seed
 ):
-    check_laws(*mesh, length, multiple, tail, accumulation, shuffle=shuffle, seed=seed)
+    check_laws(
+        *mesh, length, multiple, tail, accumulation, shuffle=shuffle, seed=seed
+    )
 
 
 @settings(max_examples=trials(25))
@@ -264,13 +291,16 @@ def test_loader_gives_the_batches_of_a_mixture_on_any_mesh(
     length=st.integers(1, 30),
     shuffle=st.sampled_from(OF_ANY_MESH),
 )
-def test_loader_with_workers_gives_the_batches_of_one_process(mesh, length, shuffle):
+def test_loader_with_workers_gives_the_batches_of_one_process(
+    mesh, length, shuffle
+):
     check_laws(*mesh, length, 2, "pad", 1, workers=2, shuffle=shuffle)
 
 
 @pytest.mark.parametrize("shuffle", OF_ANY_MESH)
 @pytest.mark.parametrize(
-    ("shape", "axes"), [((2, 2), ("mp", "dp")), ((2, 2, 2), ("dp", "mp", "sharding"))]
+    ("shape", "axes"),
+    [((2, 2), ("mp", "dp")), ((2, 2, 2), ("dp", "mp", "sharding"))],
 )
 def test_order_is_that_of_the_run_not_of_the_mesh(shape, axes, shuffle):
     mesh = dist.ProcessMesh(
@@ -280,13 +310,18 @@ def test_order_is_that_of_the_run_not_of_the_mesh(shape, axes, shuffle):
 
     def joined(mesh):
         per_rank = on_each_rank(
-            mesh.process_ids, lambda: one_pass(make(24, 8, mesh, "dp", shuffle=shuffle))
+            mesh.process_ids,
+            lambda: one_pass(make(24, 8, mesh, "dp", shuffle=shuffle)),
         )
         size = mesh.get_dim_size("dp")
         at = mesh.dim_names.index("dp")
-        leaders = [int(np.take(mesh.mesh, r, axis=at).flat[0]) for r in range(size)]
+        leaders = [
+            int(np.take(mesh.mesh, r, axis=at).flat[0]) for r in range(size)
+        ]
         return [
-            np.concatenate([per_rank[rank][step][0][2] for rank in leaders]).tolist()
+            np.concatenate(
+                [per_rank[rank][step][0][2] for rank in leaders]
+            ).tolist()
             for step in range(3)
         ]
 
@@ -304,7 +339,9 @@ def test_epochs_differ_in_order_and_each_repeats_its_own(shuffle):
     ]
 
     loader.set_epoch(1)
-    again = np.concatenate([local[2] for local, _, _ in one_pass(loader)]).tolist()
+    again = np.concatenate(
+        [local[2] for local, _, _ in one_pass(loader)]
+    ).tolist()
 
     assert again == ids[1]
     assert len({tuple(order) for order in ids}) == 3
@@ -317,7 +354,11 @@ def test_blocks_are_read_by_one_data_rank_but_at_borders():
     )
 
     first, second = (
-        {int(i) // BLOCKS.size for local, *_ in per_rank[rank] for i in local[2]}
+        {
+            int(i) // BLOCKS.size
+            for local, *_ in per_rank[rank]
+            for i in local[2]
+        }
         for rank in (0, 2)
     )
     assert len(first | second) == 80
@@ -334,18 +375,23 @@ def test_data_set_may_say_how_large_its_blocks_are():
             given, dist.ProcessMesh([0]), shard_dims=0, **options
         )
 
-    assert loader(Chunks(40), shuffle="blocks").plan.ordering == paddle_shard.Blocks(
-        size=16
-    )
+    assert loader(
+        Chunks(40), shuffle="blocks"
+    ).plan.ordering == paddle_shard.Blocks(size=16)
     assert loader(Chunks(40), shuffle=BLOCKS).plan.ordering == BLOCKS
-    assert loader(Rows(40), shuffle="blocks").plan.ordering == paddle_shard.Blocks()
+    assert (
+        loader(Rows(40), shuffle="blocks").plan.ordering
+        == paddle_shard.Blocks()
+    )
     Chunks.block_size = None
     with pytest.raises(
         ArgumentError,
         match="block_size of the Chunks must be an int >= 1 .*Blocks.*, got None",
     ):
         loader(Chunks(40), shuffle="blocks")
-    with pytest.raises(ArgumentError, match="shuffle must be one of .*Blocks, got"):
+    with pytest.raises(
+        ArgumentError, match="shuffle must be one of .*Blocks, got"
+    ):
         loader(Rows(40), shuffle="block")
 
 
@@ -362,7 +408,8 @@ def test_whole_batches_of_a_data_set_may_be_shuffled_in_blocks():
         given, dist.ProcessMesh([0]), shard_dims=0, shuffle=BLOCKS
     )
     leaves = [
-        batch if isinstance(batch, paddle.Tensor) else batch[0] for batch in loader
+        batch if isinstance(batch, paddle.Tensor) else batch[0]
+        for batch in loader
     ]
     items = [int(leaf._local_value().numpy()[0, 0]) for leaf in leaves]
 
@@ -404,14 +451,21 @@ def test_users_generators_are_not_disturbed(workers):
     loader = paddle.io.DataLoader(
         Rows(20),
         batch_sampler=paddle.io.BatchSampler(
-            sampler=paddle.io.WeightedRandomSampler([1.0] * 20, 20), batch_size=5
+            sampler=paddle.io.WeightedRandomSampler([1.0] * 20, 20),
+            batch_size=5,
         ),
         num_workers=workers,
     )
-    for _ in paddle_shard.shard_dataloader(loader, dist.ProcessMesh([0]), shard_dims=0):
+    for _ in paddle_shard.shard_dataloader(
+        loader, dist.ProcessMesh([0]), shard_dims=0
+    ):
         pass
 
-    assert (np.random.rand(), random.random(), float(paddle.rand([1])[0])) == expected
+    assert (
+        np.random.rand(),
+        random.random(),
+        float(paddle.rand([1])[0]),
+    ) == expected
 
 
 test_loader_gives_the_batches_of_one_process_on_any_mesh = example(

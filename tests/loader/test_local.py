@@ -12,8 +12,12 @@ from tests.helpers import DP2, ONE, Made, mesh
 
 
 def test_local_tensors_are_this_ranks_rows():
-    data = paddle.io.DataLoader(Made(lambda i: (np.full(3, i), i)), batch_size=6)
-    loader = paddle_shard.shard_dataloader(data, DP2, shard_dims="dp", local=True)
+    data = paddle.io.DataLoader(
+        Made(lambda i: (np.full(3, i), i)), batch_size=6
+    )
+    loader = paddle_shard.shard_dataloader(
+        data, DP2, shard_dims="dp", local=True
+    )
 
     batches = iter(loader)
     for rows, numbers in batches:
@@ -50,14 +54,20 @@ def test_local_rows_may_differ_in_length_between_ranks(num_workers):
         num_workers=num_workers,
         collate_fn=padded,
     )
-    loader = paddle_shard.shard_dataloader(data, DP2, shard_dims="dp", local=True)
-    assert [rows.shape for (rows,) in loader] == [[2, i + 2] for i in (0, 4, 8, 12)]
+    loader = paddle_shard.shard_dataloader(
+        data, DP2, shard_dims="dp", local=True
+    )
+    assert [rows.shape for (rows,) in loader] == [
+        [2, i + 2] for i in (0, 4, 8, 12)
+    ]
 
 
 def test_local_stream_is_read_by_all_its_workers():
     stream = paddle_shard.Stream.of(range(16)).map(np.array)
     data = paddle.io.DataLoader(stream, batch_size=4, num_workers=2)
-    loader = paddle_shard.shard_dataloader(data, mesh([0]), shard_dims="dp", local=True)
+    loader = paddle_shard.shard_dataloader(
+        data, mesh([0]), shard_dims="dp", local=True
+    )
     assert np.concatenate([batch.numpy() for batch in loader]).tolist() == list(
         range(16)
     )
@@ -67,7 +77,9 @@ def test_local_batches_are_refused_by_to_static():
     data = paddle.io.DataLoader(
         Made(lambda i: (np.ones(3, "float32"), i)), batch_size=4
     )
-    loader = paddle_shard.shard_dataloader(data, ONE, shard_dims="dp", local=True)
+    loader = paddle_shard.shard_dataloader(
+        data, ONE, shard_dims="dp", local=True
+    )
     layer = paddle.nn.Linear(3, 1)
     with pytest.raises(BatchStructureError, match="local=True"):
         dist.to_static(
@@ -80,7 +92,11 @@ def test_local_batches_are_refused_by_to_static():
 
 @pytest.mark.parametrize(
     "options",
-    [{"pad_to": {0: ("longest", 0)}}, {"placements": {0: {"dp": 0}}}, {"local": 1}],
+    [
+        {"pad_to": {0: ("longest", 0)}},
+        {"placements": {0: {"dp": 0}}},
+        {"local": 1},
+    ],
 )
 def test_local_rejects_what_is_for_distributed_tensors(options):
     data = paddle.io.DataLoader(Made(), batch_size=4)
@@ -98,7 +114,11 @@ def test_local_valid_is_that_of_a_field_that_is_here():
             Made(lambda i: (np.array(i), np.array(-i)), 9), batch_size=4
         )
         loader = paddle_shard.shard_dataloader(
-            data, [mesh([0, 1]), mesh([2, 3])], shard_dims="dp", local=True, tail="fill"
+            data,
+            [mesh([0, 1]), mesh([2, 3])],
+            shard_dims="dp",
+            local=True,
+            tail="fill",
         )
         batches = iter(loader)
         return [batches.valid.tolist() for _ in batches][-1]

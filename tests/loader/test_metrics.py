@@ -13,7 +13,9 @@ from paddle_shard.extras.telemetry import serve_metrics
 
 
 def test_serve_metrics_says_what_the_statistics_say():
-    loader = sharded(DataLoader(Made(length=10), batch_size=4), ONE, tail="fill")
+    loader = sharded(
+        DataLoader(Made(length=10), batch_size=4), ONE, tail="fill"
+    )
     list(loader)
     server = serve_metrics(loader, 0)
     try:

@@ -22,7 +22,11 @@ class Samples(paddle.io.Dataset):
 
     def __getitem__(self, index):
         self.reads += 1
-        return {"x": np.full((3, 4), index, "float32"), "name": f"s{index}", "y": index}
+        return {
+            "x": np.full((3, 4), index, "float32"),
+            "name": f"s{index}",
+            "y": index,
+        }
 
 
 def meshes():
@@ -37,7 +41,11 @@ def sharded(data, *, workers=0, **options):
     given = paddle.io.DataLoader(data, batch_size=4, num_workers=workers)
     options = {"tail": "drop", **options}
     return paddle_shard.shard_dataloader(
-        given, [first, first, last], ["x", "name", "y"], shard_dims="dp", **options
+        given,
+        [first, first, last],
+        ["x", "name", "y"],
+        shard_dims="dp",
+        **options,
     )
 
 
@@ -48,7 +56,12 @@ def seen(loader):
         tensors = [batch["x"], batch["y"], batches.valid]
         found.append(
             [
-                (t.shape, str(t.dtype), str(t.placements), t.process_mesh.process_ids)
+                (
+                    t.shape,
+                    str(t.dtype),
+                    str(t.placements),
+                    t.process_mesh.process_ids,
+                )
                 for t in tensors
             ]
         )

@@ -83,7 +83,9 @@ MISTAKES = {
         r"save\(number=\): .* got int: 3. Put it into a dict",
     ),
     "the state of a model": (
-        lambda rows: loader().load_state_dict(paddle.nn.Linear(1, 1).state_dict()),
+        lambda rows: loader().load_state_dict(
+            paddle.nn.Linear(1, 1).state_dict()
+        ),
         r"state must be what the loader's state_dict\(\) returned, got .*'weight'",
     ),
     "the text of a state": (
@@ -91,7 +93,9 @@ MISTAKES = {
         "state_dict.* returned, got 'state.json'",
     ),
     "an override": (
-        lambda rows: loader().load_state_dict(loader().state_dict(), override=["sede"]),
+        lambda rows: loader().load_state_dict(
+            loader().state_dict(), override=["sede"]
+        ),
         r"override names \['sede'\], but may name .*'seed'",
     ),
     "a dim": (
@@ -123,7 +127,9 @@ WARNED = {
 
 
 @pytest.mark.parametrize("mistake", WARNED)
-def test_mistake_is_logged_at_the_line_of_the_user(mistake, caplog, monkeypatch):
+def test_mistake_is_logged_at_the_line_of_the_user(
+    mistake, caplog, monkeypatch
+):
     options, data, text = WARNED[mistake]
     monkeypatch.setattr(warn_once, "_WARNED", set())
     given = DataLoader(data, batch_size=4) if isinstance(data, Made) else data

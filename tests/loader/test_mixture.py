@@ -59,7 +59,9 @@ def ids(batches, most=None):
     found = []
     for batch in batches:
         found.append(
-            batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+            batch._local_value()
+            .numpy()[batches.valid._local_value().numpy()]
+            .tolist()
         )
         if most is not None and len(found) == most:
             break
@@ -84,7 +86,9 @@ OLD, NEW = {"web": 5, "code": 3}, {"web": 1, "chat": 1}
         ([(0, OLD), (4, OLD)], True),
     ],
 )
-def test_mixture_schedule_changed_before_the_position_is_refused(schedule, is_refused):
+def test_mixture_schedule_changed_before_the_position_is_refused(
+    schedule, is_refused
+):
     loader = make(weights=[(0, OLD), (20, NEW)])
     with iter(loader) as batches:
         ids(batches, 2)
@@ -111,7 +115,9 @@ def test_source_may_join_later_as_the_last_one():
     new = make(weights=schedule)
     new.load_state_dict(state)
 
-    assert begun + flat(ids(iter(new))) == flat(ids(iter(make(weights=schedule))))
+    assert begun + flat(ids(iter(new))) == flat(
+        ids(iter(make(weights=schedule)))
+    )
 
 
 def test_weights_may_change_by_schedule_and_the_counts_are_exact():
@@ -180,7 +186,9 @@ def test_mixture_sample_read_again_has_new_random_numbers():
     ]
     again = [
         batch._local_value().numpy().tolist()
-        for batch in sharded(DataLoader(mixture, batch_size=4, num_workers=2), ONE)
+        for batch in sharded(
+            DataLoader(mixture, batch_size=4, num_workers=2), ONE
+        )
     ]
 
     assert rows == again
@@ -204,16 +212,21 @@ class Broken(paddle.io.Dataset):
 @pytest.mark.parametrize("streams", [False, True])
 def test_field_of_two_dtypes_is_an_error(kinds, streams):
     of = {
-        kind: Made(lambda i, kind=kind: {"x": np.array([i], kind)}, 8) for kind in kinds
+        kind: Made(lambda i, kind=kind: {"x": np.array([i], kind)}, 8)
+        for kind in kinds
     }
     if streams:
         mixture = Stream.mixture(
-            {kind: Stream.of([one[i] for i in range(8)]) for kind, one in of.items()}
+            {
+                kind: Stream.of([one[i] for i in range(8)])
+                for kind, one in of.items()
+            }
         )
     else:
         mixture = Mixture(of)
     loader = sharded(
-        DataLoader(mixture.in_parts(1) if streams else mixture, batch_size=4), ONE
+        DataLoader(mixture.in_parts(1) if streams else mixture, batch_size=4),
+        ONE,
     )
 
     with pytest.raises(
@@ -230,29 +243,43 @@ def test_error_names_the_source_and_the_index_in_it(workers):
     with pytest.raises(
         DataReadError, match=r"reading sample \('bad', 3\) failed"
     ) as caught:
-        list(sharded(DataLoader(mixture, batch_size=2, num_workers=workers), ONE))
+        list(
+            sharded(DataLoader(mixture, batch_size=2, num_workers=workers), ONE)
+        )
     assert caught.value.index == ("bad", 3)
-    assert len(caught.value.indices) == 2  # the positions of the batch in the mixture
+    # the positions of the batch in the mixture
+    assert len(caught.value.indices) == 2
     loader = sharded(
-        DataLoader(mixture, batch_size=2, num_workers=workers), ONE, on_error="skip"
+        DataLoader(mixture, batch_size=2, num_workers=workers),
+        ONE,
+        on_error="skip",
     )
     assert sum(map(len, ids(iter(loader)))) == 9
     assert loader.stats.total.skipped == 1
 
 
 def test_mixture_in_a_plain_loader_has_its_first_epoch():
-    mixture = Mixture(sources(), {"web": 5, "code": 3, "chat": 1}, num_samples=40)
+    mixture = Mixture(
+        sources(), {"web": 5, "code": 3, "chat": 1}, num_samples=40
+    )
     order = flat(ids(iter(make(shuffle=False))))
 
     assert [int(mixture[at]) for at in range(40)] == order
     assert int(mixture[-1]) == order[-1]
     assert (
-        flat(batch.numpy().tolist() for batch in DataLoader(mixture, batch_size=5))
+        flat(
+            batch.numpy().tolist()
+            for batch in DataLoader(mixture, batch_size=5)
+        )
         == order
     )
     drawn = paddle.io.BatchSampler(sampler=[3, 39, 0], batch_size=3)
     (batch,) = sharded(DataLoader(mixture, batch_sampler=drawn), ONE)
-    assert batch._local_value().numpy().tolist() == [order[3], order[39], order[0]]
+    assert batch._local_value().numpy().tolist() == [
+        order[3],
+        order[39],
+        order[0],
+    ]
     with pytest.raises(IndexError):
         mixture[40]
 
@@ -277,7 +304,9 @@ def test_epoch_ends_with_the_first_or_the_last_source(stop, length):
     assert (
         len(
             Mixture(
-                {"a": Made(length=23), "b": Made(length=7)}, {"a": 1, "b": 1}, stop=stop
+                {"a": Made(length=23), "b": Made(length=7)},
+                {"a": 1, "b": 1},
+                stop=stop,
             )
         )
         == length
@@ -346,7 +375,10 @@ def test_epoch_ends_with_the_first_or_the_last_source(stop, length):
         ),
         (
             {"a": Made(length=9), "b": Made()},
-            {"weights": [(0, {"a": 1, "b": 1}), (4, {"a": 0, "b": 1})], "stop": "all"},
+            {
+                "weights": [(0, {"a": 1, "b": 1}), (4, {"a": 0, "b": 1})],
+                "stop": "all",
+            },
             ArgumentError,
             "weights that change need num_samples",
         ),
@@ -362,7 +394,8 @@ def test_mixture_arguments_are_refused_for_other_data():
     loader = sharded(DataLoader(Made(), batch_size=4), ONE)
 
     with pytest.raises(
-        ArgumentError, match=r"sources\(\) is for a loader over a paddle_shard.Mixture"
+        ArgumentError,
+        match=r"sources\(\) is for a loader over a paddle_shard.Mixture",
     ):
         loader.sources()
     with pytest.raises(
@@ -374,7 +407,11 @@ def test_mixture_arguments_are_refused_for_other_data():
         with pytest.raises(
             ArgumentError, match="the sources of a Mixture are shuffled"
         ):
-            sharded(DataLoader(Mixture(sources()), batch_size=4), ONE, shuffle=shuffle)
+            sharded(
+                DataLoader(Mixture(sources()), batch_size=4),
+                ONE,
+                shuffle=shuffle,
+            )
 
 
 def test_orders_of_one_process_are_public(tmp_path):

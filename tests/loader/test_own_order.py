@@ -38,7 +38,9 @@ class Curriculum(Ordering):
     by_length: bool = True
 
     def order(self, length, seed, epoch, width):
-        samples = np.argsort(LENGTHS) if self.by_length else np.arange(length)[::-1]
+        samples = (
+            np.argsort(LENGTHS) if self.by_length else np.arange(length)[::-1]
+        )
         return Table(samples)
 
     def fingerprint(self, *, num_data_ranks, accumulation):
@@ -76,7 +78,9 @@ def test_own_order_is_delivered_in_every_epoch(by_length):
         batches = iter(loader)
         delivered = [row for rows in rows_of(batches) for row in rows]
         assert delivered == EXPECTED[by_length]
-        assert loader.where(sample=EXPECTED[by_length][5], epoch=epoch).step == 1
+        assert (
+            loader.where(sample=EXPECTED[by_length][5], epoch=epoch).step == 1
+        )
     assert loader.certificate().exact
     assert "shuffle 'curriculum'" in repr(loader)
 

@@ -75,13 +75,27 @@ def epochs(make_loader, ranks=(0, 1), num_epochs=1):
 
 
 def sharded(
-    dataset=None, meshes=DP2, batch_size=4, shard_dims="dp", *, loader=None, **options
+    dataset=None,
+    meshes=DP2,
+    batch_size=4,
+    shard_dims="dp",
+    *,
+    loader=None,
+    **options,
 ):
-    names = ("shuffle", "drop_last", "collate_fn", "num_workers", "batch_sampler")
+    names = (
+        "shuffle",
+        "drop_last",
+        "collate_fn",
+        "num_workers",
+        "batch_sampler",
+    )
     given = {name: options.pop(name) for name in names if name in options}
     if loader is None:
         size = {} if "batch_sampler" in given else {"batch_size": batch_size}
-        loader = DataLoader(Ids() if dataset is None else dataset, **size, **given)
+        loader = DataLoader(
+            Ids() if dataset is None else dataset, **size, **given
+        )
     return paddle_shard.shard_dataloader(
         loader, meshes, shard_dims=shard_dims, **options
     )
@@ -115,7 +129,9 @@ assert [one.unique_id for one in meshes] == [1, 2], 'Paddle counts meshes, and s
 def test_newest_numpy_does_not_stop_it():
     assert epochs(sharded)[1] == [[2, 3], [6, 7]]
     four = mesh([[0, 1], [2, 3]], "dp", "mp")
-    assert [four.get_rank_by_dim_and_process_id("mp", rank) for rank in range(5)] == [
+    assert [
+        four.get_rank_by_dim_and_process_id("mp", rank) for rank in range(5)
+    ] == [
         0,
         1,
         0,
@@ -134,11 +150,18 @@ def test_shard_0_goes_on_the_named_axis_not_on_axis_0():
 
     got = on_each_rank(range(4), run)
 
-    assert [got[rank][0] for rank in range(4)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    assert [got[rank][0] for rank in range(4)] == [
+        [0, 1],
+        [2, 3],
+        [0, 1],
+        [2, 3],
+    ]
     assert got[0][1] == ["Replicate()", "Shard(dim=0)"]
 
 
-@pytest.mark.parametrize(("size", "nearest"), [(5, "4 or 6"), (1, "2"), (3, "2 or 4")])
+@pytest.mark.parametrize(
+    ("size", "nearest"), [(5, "4 or 6"), (1, "2"), (3, "2 or 4")]
+)
 def test_batch_size_that_does_not_divide_is_refused_with_numbers(size, nearest):
     text = f"global batch of {size} cannot be split evenly over 2 data ranks. Nearest sizes that can: {nearest}."
     with pytest.raises(BatchSizeError, match=re.escape(text)):
@@ -158,7 +181,12 @@ def test_misspelt_axis_is_named_with_the_nearest():
     [
         (lambda: paddle.io.WeightedRandomSampler([0.1] * 4 + [0.9] * 4, 8), 2),
         (lambda: paddle.io.SubsetRandomSampler([1, 3, 5, 7]), 0),
-        (lambda: paddle.io.RandomSampler(Ids(), replacement=True, num_samples=12), 0),
+        (
+            lambda: paddle.io.RandomSampler(
+                Ids(), replacement=True, num_samples=12
+            ),
+            0,
+        ),
         (lambda: [7, 5, 3, 1], 2),
     ],
     ids=["weighted", "subset", "replacement", "list"],
@@ -167,7 +195,9 @@ def test_users_sampler_is_kept_and_shared_by_all_ranks(make_sampler, workers):
     def joined():
         per_rank = epochs(
             lambda: sharded(
-                batch_sampler=BatchSampler(sampler=make_sampler(), batch_size=4),
+                batch_sampler=BatchSampler(
+                    sampler=make_sampler(), batch_size=4
+                ),
                 num_workers=workers,
             )
         )
@@ -270,7 +300,11 @@ def test_peek_consumes_no_epoch():
 def test_order_follows_the_seed_and_the_epoch():
     def first(**options):
         return local(
-            next(iter(sharded(Ids(1000), batch_size=100, shuffle=True, **options)))
+            next(
+                iter(
+                    sharded(Ids(1000), batch_size=100, shuffle=True, **options)
+                )
+            )
         )
 
     assert first(seed=0) == first(seed=0) != first(seed=1)
@@ -295,7 +329,9 @@ def test_replicas_get_the_same_bytes_from_a_random_getitem(workers):
         return [
             local(b)
             for b in sharded(
-                Make(noise), mesh([[0, 1], [2, 3]], "dp", "mp"), num_workers=workers
+                Make(noise),
+                mesh([[0, 1], [2, 3]], "dp", "mp"),
+                num_workers=workers,
             )
         ]
 
@@ -343,7 +379,9 @@ def test_batch_size_none_serves_items_as_global_batches():
 
 
 def test_item_batch_that_does_not_divide_raises_at_its_step():
-    batches = iter(sharded(Make(lambda i: np.arange(4 - i), 2), batch_size=None))
+    batches = iter(
+        sharded(Make(lambda i: np.arange(4 - i), 2), batch_size=None)
+    )
     next(batches)
 
     with pytest.raises(
@@ -373,7 +411,9 @@ def test_iterable_dataset_is_split_by_rows(workers):
 
 
 def test_input_keys_choose_fields_and_name_those_left_out(caplog):
-    both = Make(lambda i: {"x": np.array(i), "label": np.array(-i), "id": np.array(i)})
+    both = Make(
+        lambda i: {"x": np.array(i), "label": np.array(-i), "id": np.array(i)}
+    )
 
     assert list(next(iter(sharded(both)))) == ["x", "label", "id"]
     for _ in range(2):
@@ -382,12 +422,16 @@ def test_input_keys_choose_fields_and_name_those_left_out(caplog):
             "x",
         ]
 
-    assert list(next(iter(sharded(both, [DP2, DP2], input_keys=["x", "label"])))) == [
+    assert list(
+        next(iter(sharded(both, [DP2, DP2], input_keys=["x", "label"])))
+    ) == [
         "x",
         "label",
     ]
     said = [
-        text for record in caplog.records if "left out" in (text := record.getMessage())
+        text
+        for record in caplog.records
+        if "left out" in (text := record.getMessage())
     ]
     assert said == [
         "input_keys=['label', 'x']: the keys ['id'] of the batch are left out.",
@@ -401,7 +445,9 @@ def test_input_keys_choose_fields_and_name_those_left_out(caplog):
 
 
 def test_tensors_in_nested_dicts_are_distributed():
-    nested = Make(lambda i: {"a": {"b": {"c": np.array(i)}}, "label": np.array(i)})
+    nested = Make(
+        lambda i: {"a": {"b": {"c": np.array(i)}}, "label": np.array(i)}
+    )
 
     leaf = next(iter(sharded(nested)))["a"]["b"]["c"]
 
@@ -412,7 +458,14 @@ def test_tensors_in_nested_dicts_are_distributed():
 
 def test_leaves_that_are_no_tensors_pass_through():
     def collate(samples):
-        return [np.array(samples), True, "text", None, {"n": "2"}, ["one", "two"]]
+        return [
+            np.array(samples),
+            True,
+            "text",
+            None,
+            {"n": "2"},
+            ["one", "two"],
+        ]
 
     batch = next(iter(sharded(collate_fn=collate)))
 
@@ -450,7 +503,11 @@ def test_0d_field_is_an_error_not_a_crash():
     ):
         next(iter(sharded(collate_fn=collate)))
     batch = next(
-        iter(sharded(meshes=[DP2, DP2], shard_dims=["dp", None], collate_fn=collate))
+        iter(
+            sharded(
+                meshes=[DP2, DP2], shard_dims=["dp", None], collate_fn=collate
+            )
+        )
     )
     assert batch[1].shape == []
 
@@ -467,7 +524,9 @@ def test_collate_that_pads_to_a_fixed_length_is_taken():
 # Fields and meshes
 
 
-@pytest.mark.parametrize(("dims", "shared"), [(["dp", None], 1), ([None, "dp"], 0)])
+@pytest.mark.parametrize(
+    ("dims", "shared"), [(["dp", None], 1), ([None, "dp"], 0)]
+)
 def test_field_without_data_axes_is_the_whole_batch_on_all_ranks(dims, shared):
     pairs = Make(lambda i: (np.array(i), np.array(10 * i)))
 
@@ -502,10 +561,16 @@ def test_pipeline_stages_see_the_same_global_shape():
             batch[0 if rank < 4 else 1]
         ) if rank < 8 else None
 
-    got = on_each_rank(range(9), run)  # rank 8 is on neither mesh, as a middle stage is
+    # rank 8 is on neither mesh, as a middle stage is
+    got = on_each_rank(range(9), run)
 
     assert all(got[rank][0] == [[8], [8]] for rank in range(9))
-    assert [got[rank][1] for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [got[rank][1] for rank in range(4)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
     assert [got[rank][1] for rank in range(4, 8)] == [[0, 1, 2, 3]] * 2 + [
         [4, 5, 6, 7]
     ] * 2
@@ -526,8 +591,15 @@ def test_users_loader_is_never_changed(workers):
     for _ in sharded(loader=given):
         pass
 
-    assert (vars(given), vars(given.batch_sampler), vars(given.dataset)) == before
-    assert [batch.numpy().tolist() for batch in given] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (
+        vars(given),
+        vars(given.batch_sampler),
+        vars(given.dataset),
+    ) == before
+    assert [batch.numpy().tolist() for batch in given] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
 
 
 def test_to_static_does_not_move_the_order():
@@ -569,7 +641,9 @@ def test_batch_cut_by_accumulation_holds_whole_micro_batches():
 
 
 def test_auto_dp_mode_is_not_split_twice(monkeypatch):
-    utils = pytest.importorskip("paddle.distributed.auto_parallel.auto_dp_utils")
+    utils = pytest.importorskip(
+        "paddle.distributed.auto_parallel.auto_dp_utils"
+    )
     monkeypatch.setattr(utils, "_enable_auto_dp_mode", True)
 
     def run():
@@ -590,12 +664,19 @@ def test_integer_axes_unnamed_meshes_and_a_repeated_mesh():
     def run():
         return [
             local(leaf)
-            for leaf in next(iter(sharded(pairs, [unnamed, unnamed], shard_dims=1)))
+            for leaf in next(
+                iter(sharded(pairs, [unnamed, unnamed], shard_dims=1))
+            )
         ]
 
     got = on_each_rank(range(4), run)
 
-    assert [got[rank][0] for rank in range(4)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    assert [got[rank][0] for rank in range(4)] == [
+        [0, 1],
+        [2, 3],
+        [0, 1],
+        [2, 3],
+    ]
 
 
 def test_several_axes_act_as_one():
@@ -603,7 +684,9 @@ def test_several_axes_act_as_one():
     for dims in (("dp", "sharding"), ["sharding", "dp"], [["dp", "sharding"]]):
         got = on_each_rank(
             range(4),
-            lambda dims=dims: local(next(iter(sharded(meshes=four, shard_dims=dims)))),
+            lambda dims=dims: local(
+                next(iter(sharded(meshes=four, shard_dims=dims)))
+            ),
         )
         assert [got[rank] for rank in range(4)] == [[0], [1], [2], [3]]
 
@@ -622,7 +705,11 @@ def test_input_keys_may_be_assigned_by_trainers():
 
         sampler = loader._dataloader.batch_sampler
         assert isinstance(sampler, DistributedBatchSampler)
-        assert (sampler.batch_size, sampler.nranks, sampler.local_rank) == (2, 2, 1)
+        assert (sampler.batch_size, sampler.nranks, sampler.local_rank) == (
+            2,
+            2,
+            1,
+        )
         assert indices_of(loader) == [[2, 3], [6, 7]]
         sampler.set_epoch(5)
         assert (loader.epoch, sampler.epoch, len(sampler)) == (5, 5, 2)
@@ -638,7 +725,9 @@ def test_trainers_name_the_first_and_the_last_stage(nested):
     )
 
     def run():
-        return next(iter(sharded(Make(make), [[m0, m1], m1] if nested else [m0, m1])))
+        return next(
+            iter(sharded(Make(make), [[m0, m1], m1] if nested else [m0, m1]))
+        )
 
     got = on_each_rank(range(4), run)
 
@@ -676,9 +765,13 @@ def test_loader_that_is_sharded_already_is_refused():
 def test_arguments_that_cannot_be_read():
     with pytest.raises(ArgumentError, match="meshes must hold at least one"):
         sharded(meshes=[])
-    with pytest.raises(ArgumentError, match="an empty data set cannot be sharded"):
+    with pytest.raises(
+        ArgumentError, match="an empty data set cannot be sharded"
+    ):
         sharded(
-            loader=DataLoader(Ids(1), batch_sampler=BatchSampler(Ids(0), batch_size=2))
+            loader=DataLoader(
+                Ids(1), batch_sampler=BatchSampler(Ids(0), batch_size=2)
+            )
         )
     with pytest.raises(
         ArgumentError, match="is_dataset_splitted=True needs shard_dims"
@@ -688,9 +781,13 @@ def test_arguments_that_cannot_be_read():
         TypeError, match=r"must be a paddle\.io\.DataLoader, .* got ndarray"
     ):
         sharded(loader=np.arange(4))
-    with pytest.raises(ArgumentError, match="shard_dims: the mesh has no axis None"):
+    with pytest.raises(
+        ArgumentError, match="shard_dims: the mesh has no axis None"
+    ):
         sharded(shard_dims=["dp", None])
     with pytest.raises(
         BatchStructureError, match="input_keys: 'y' is not in the batch"
     ):
-        next(iter(sharded(Make(lambda i: {"x": np.array(i)}), input_keys=["y"])))
+        next(
+            iter(sharded(Make(lambda i: {"x": np.array(i)}), input_keys=["y"]))
+        )

@@ -68,8 +68,12 @@ class Halves(paddle.io.BatchSampler):
 
 
 OTHERS = {
-    "drop_last": lambda: paddle.io.DataLoader(Ids(), batch_size=4, drop_last=True),
-    "a sampler of its own": lambda: paddle.io.DataLoader(Ids(), batch_sampler=Halves()),
+    "drop_last": lambda: paddle.io.DataLoader(
+        Ids(), batch_size=4, drop_last=True
+    ),
+    "a sampler of its own": lambda: paddle.io.DataLoader(
+        Ids(), batch_sampler=Halves()
+    ),
     "Paddle's sampler": lambda: paddle.io.DataLoader(
         Ids(),
         batch_sampler=paddle.io.DistributedBatchSampler(
@@ -148,7 +152,9 @@ def test_patch_keeps_the_trainers_arguments_and_errors():
         assert made(OTHERS["shuffled"](), seed=4).seed == 4
         with pytest.raises(ArgumentError, match="needs shard_dims"):
             dist.shard_dataloader(
-                OTHERS["shuffled"](), dist.ProcessMesh([0]), is_dataset_splitted=True
+                OTHERS["shuffled"](),
+                dist.ProcessMesh([0]),
+                is_dataset_splitted=True,
             )
 
 
@@ -205,12 +211,16 @@ def test_signatures_begin_as_paddles():
     import inspect
 
     theirs = list(inspect.signature(ORIGINAL).parameters.values())
-    ours = list(inspect.signature(paddle_shard.shard_dataloader).parameters.values())
+    ours = list(
+        inspect.signature(paddle_shard.shard_dataloader).parameters.values()
+    )
 
     assert [(p.name, p.default) for p in ours[: len(theirs)]] == [
         (p.name, p.default) for p in theirs
     ]
-    assert {p.kind for p in ours[len(theirs) :]} == {inspect.Parameter.KEYWORD_ONLY}
+    assert {p.kind for p in ours[len(theirs) :]} == {
+        inspect.Parameter.KEYWORD_ONLY
+    }
 
 
 def test_patch_paddle_reaches_trainers_of_packages(monkeypatch):

@@ -132,7 +132,8 @@ def test_prefetch_changes_no_batch_and_no_state(kind, workers, prefetches):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_prefetch_reads_no_more_ahead_than_asked_for(workers):
-    dataset = Rows(400)  # two of its samples are read twice for the data's identity
+    # two of its samples are read twice for the data's identity
+    dataset = Rows(400)
     batches = iter(sharded(dataset, workers=workers, prefetch=3))
     for step in range(1, 12):
         next(batches)
@@ -148,7 +149,8 @@ def test_prefetch_reads_what_draws_on_the_callers_thread():
     quiet, drawing = Rows(), Rows(draws=True)
     for dataset in (quiet, drawing):
         for _ in sharded(dataset, prefetch=2):
-            time.sleep(2e-3)  # a loop that only takes batches reads them by itself
+            # a loop that only takes batches reads them by itself
+            time.sleep(2e-3)
     main = threading.main_thread()
 
     # The first batch shows whether samples use the generators; two samples tell ranks what the data holds.
@@ -163,7 +165,10 @@ class OneMemory(Rows):
 
     def __init__(self):
         super().__init__()
-        self.array, self.tensor = np.zeros(8, "int64"), paddle.zeros([8], "int64")
+        self.array, self.tensor = (
+            np.zeros(8, "int64"),
+            paddle.zeros([8], "int64"),
+        )
 
     def __getitems__(self, indices):
         self.array[:] = indices
@@ -177,10 +182,14 @@ class OneMemory(Rows):
         return array[0], tensor[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch": 0}, {"prefetch": 2}], ids=str
+)
 def test_prefetch_copies_memory_that_a_data_set_uses_again(options):
     given = paddle.io.DataLoader(OneMemory(), batch_size=8)
-    held = list(paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options))
+    held = list(
+        paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options)
+    )
 
     for field in range(2):
         assert [
@@ -243,7 +252,9 @@ def test_prefetch_leaves_the_loops_random_numbers():
 def test_prefetch_is_two_unless_the_dataloader_has_no_buffer():
     buffered, unbuffered = Rows(), Rows()
     for dataset, buffer in ((buffered, True), (unbuffered, False)):
-        given = paddle.io.DataLoader(dataset, batch_size=4, use_buffer_reader=buffer)
+        given = paddle.io.DataLoader(
+            dataset, batch_size=4, use_buffer_reader=buffer
+        )
         for _ in paddle_shard.shard_dataloader(given, ONE, shard_dims="dp"):
             pass
 
@@ -259,7 +270,9 @@ def test_prefetch_delivers_alike_however_long_each_step_takes(seed, workers):
     expected = [rows(batch) for batch in sharded(Rows(400), prefetch=0)]
     found = []
     loader = sharded(Rows(400, fails_at=390), workers=workers, shuffle=False)
-    in_order = [rows(batch) for batch in sharded(Rows(388), shuffle=False, prefetch=0)]
+    in_order = [
+        rows(batch) for batch in sharded(Rows(388), shuffle=False, prefetch=0)
+    ]
     with pytest.raises(DataReadError, match="sample 390 is bad"):
         for batch in loader:
             found.append(rows(batch))
@@ -278,8 +291,12 @@ def test_prefetch_raises_a_failure_at_its_own_step(workers):
     expected, delivered = [], []
     for _ in range(2):
         for prefetch, found in ((0, expected), (3, delivered)):
-            loader = sharded(Rows(fails_at=33), workers=workers, prefetch=prefetch)
-            with pytest.raises(DataReadError, match="sample 33 is bad") as raised:
+            loader = sharded(
+                Rows(fails_at=33), workers=workers, prefetch=prefetch
+            )
+            with pytest.raises(
+                DataReadError, match="sample 33 is bad"
+            ) as raised:
                 for batch in loader:
                     found.append(rows(batch))
             found.append((raised.value.step, raised.value.index))
@@ -290,7 +307,11 @@ def test_prefetch_raises_a_failure_at_its_own_step(workers):
 ENDINGS = {
     "exhaustion": lambda loader: list(loader),
     "break": lambda loader: next(iter(loader)),
-    "close": lambda loader: [(batches := iter(loader)), next(batches), batches.close()],
+    "close": lambda loader: [
+        (batches := iter(loader)),
+        next(batches),
+        batches.close(),
+    ],
     "with": lambda loader: with_block(loader),
     "exception": lambda loader: failing_loop(loader),
     "a cycle of garbage": lambda loader: cycle(loader),
@@ -366,14 +387,18 @@ def test_passes_beside_each_other_are_independent(workers):
     loader = sharded(Rows(), workers=workers, prefetch=2)
     expected = [rows(batch) for batch in sharded(Rows())]
 
-    pairs = [(rows(one), rows(two)) for one, two in zip(loader, loader, strict=True)]
+    pairs = [
+        (rows(one), rows(two)) for one, two in zip(loader, loader, strict=True)
+    ]
 
     assert [one for one, _ in pairs] == [two for _, two in pairs] == expected
 
 
 def test_prefetch_refuses_what_is_no_number_of_batches():
     for value in (-1, True, 1.5, "2"):
-        with pytest.raises(ArgumentError, match="prefetch must be None or an int >= 0"):
+        with pytest.raises(
+            ArgumentError, match="prefetch must be None or an int >= 0"
+        ):
             sharded(Rows(), prefetch=value)
 
 
@@ -385,7 +410,9 @@ def test_prefetch_rejects_a_dataloader_with_its_own_iter():
     with pytest.raises(
         ArgumentError, match=r"dataloader: Own has an __iter__ of its own"
     ):
-        paddle_shard.shard_dataloader(Own(Rows(), batch_size=4), ONE, shard_dims="dp")
+        paddle_shard.shard_dataloader(
+            Own(Rows(), batch_size=4), ONE, shard_dims="dp"
+        )
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, KeyboardInterrupt])
@@ -400,10 +427,13 @@ def test_prefetch_thread_that_breaks_leaves_nobody_waiting(error):
             return super().__getitem__(index)
 
     delivered = []
-    with pytest.raises((DataReadError, SystemExit, KeyboardInterrupt), match="broken"):
+    with pytest.raises(
+        (DataReadError, SystemExit, KeyboardInterrupt), match="broken"
+    ):
         for batch in sharded(Broken(), shuffle=False):
             delivered.append(rows(batch))
-            time.sleep(2e-3)  # a loop that only takes batches reads them by itself
+            # a loop that only takes batches reads them by itself
+            time.sleep(2e-3)
     assert len(delivered) == 3
     assert soon(lambda: not threads())
 
@@ -461,7 +491,10 @@ def test_prefetch_goes_on_while_a_sampler_draws(draw):
 def evaluated(training, evaluation, after, prefetch=None):
     """Rows of evaluations between the steps of an open training loop."""
     loader = sharded(training, size=8, prefetch=prefetch, shuffle=False)
-    other, found = sharded(evaluation, size=8, prefetch=prefetch, shuffle=False), []
+    other, found = (
+        sharded(evaluation, size=8, prefetch=prefetch, shuffle=False),
+        [],
+    )
     for step, _ in enumerate(loader):
         time.sleep(0.005)
         if step in after:

@@ -45,7 +45,10 @@ def test_profiler_does_not_count_an_evaluation_as_reading():
             ):
                 pass
             profiler.step(num_samples=4)
-        assert float(profiler.step_info().split("reader_cost: ")[1].split(" ")[0]) < 0.1
+        assert (
+            float(profiler.step_info().split("reader_cost: ")[1].split(" ")[0])
+            < 0.1
+        )
         del batches
         gc.collect()
         assert held() is None
@@ -54,11 +57,16 @@ def test_profiler_does_not_count_an_evaluation_as_reading():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_profile_has_a_span_for_each_batch(workers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where Paddle writes a folder of its own
-    gc.collect()  # Paddle has one profiler at a time, and an earlier one may be in a cycle
+    # Paddle has one profiler at a time, and an earlier one may be in a cycle
+    gc.collect()
     loader = sharded(
-        DataLoader(Made(slow), batch_size=4, num_workers=workers), ONE, prefetch=0
+        DataLoader(Made(slow), batch_size=4, num_workers=workers),
+        ONE,
+        prefetch=0,
     )
-    profiler = paddle.profiler.Profiler(targets=[paddle.profiler.ProfilerTarget.CPU])
+    profiler = paddle.profiler.Profiler(
+        targets=[paddle.profiler.ProfilerTarget.CPU]
+    )
     profiler.start()
     batches = iter(loader)
     for _ in range(3):
@@ -69,7 +77,9 @@ def test_profile_has_a_span_for_each_batch(workers, tmp_path, monkeypatch):
         pass
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [
-        event for event in events if event.get("name", "").startswith("paddle_shard: ")
+        event
+        for event in events
+        if event.get("name", "").startswith("paddle_shard: ")
     ]
     names = Counter(
         event["name"].partition(" ")[2].rpartition("[")[0] for event in spans

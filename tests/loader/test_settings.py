@@ -62,8 +62,12 @@ def blocks(*, size=8, window=2):
 def buckets(*, lengths=LENGTHS, batch_size=4, **settings):
     if "max_tokens" in settings:
         batch_size = None
-    sampler = BucketBatchSampler(lengths, batch_size, **{"window": 16, **settings})
-    return sharded(DataLoader(Made(length=len(lengths)), batch_sampler=sampler), ONE)
+    sampler = BucketBatchSampler(
+        lengths, batch_size, **{"window": 16, **settings}
+    )
+    return sharded(
+        DataLoader(Made(length=len(lengths)), batch_sampler=sampler), ONE
+    )
 
 
 def packed(*, length=16, documents=DOCUMENTS, **settings):
@@ -72,7 +76,12 @@ def packed(*, length=16, documents=DOCUMENTS, **settings):
 
 
 def mixture(
-    *, weights=(1, 2), names=("a", "b"), lengths=(30, 40), schedule=None, **settings
+    *,
+    weights=(1, 2),
+    names=("a", "b"),
+    lengths=(30, 40),
+    schedule=None,
+    **settings,
 ):
     sources = {
         name: Made(lambda i, at=at: np.array(1000 * at + i), n)
@@ -82,7 +91,10 @@ def mixture(
     given = (
         given
         if schedule is None
-        else [(0, given), (schedule, dict(zip(names, weights[::-1], strict=True)))]
+        else [
+            (0, given),
+            (schedule, dict(zip(names, weights[::-1], strict=True))),
+        ]
     )
     data = Mixture(sources, given, **settings)
     return sharded(DataLoader(data, batch_size=4), ONE)
@@ -101,14 +113,18 @@ def stream(
     **options,
 ):
     found = (
-        Stream.of(range(length)).shuffle(window) if window else Stream.of(range(length))
+        Stream.of(range(length)).shuffle(window)
+        if window
+        else Stream.of(range(length))
     )
     found = found.filter(lambda i: i % 5) if even else found
     found = found.map(lambda i: i) if mapped else found
     found = found.batch(groups).unbatch() if groups else found
     found = found.repeat(repeat) if repeat else found
     return sharded(
-        DataLoader(found.sharding_filter().in_parts(parts), batch_size=batch_size),
+        DataLoader(
+            found.sharding_filter().in_parts(parts), batch_size=batch_size
+        ),
         ONE,
         **options,
     )
@@ -121,17 +137,26 @@ def packed_stream(*, length=16, **settings):
         .in_parts(2)
     )
     return sharded(
-        DataLoader(found.pack(length, **{"window": 8, **settings}), batch_size=2), ONE
+        DataLoader(
+            found.pack(length, **{"window": 8, **settings}), batch_size=2
+        ),
+        ONE,
     )
 
 
-def stream_mixture(*, weights=(1, 2), names=("a", "b"), lengths=(30, 40), **settings):
+def stream_mixture(
+    *, weights=(1, 2), names=("a", "b"), lengths=(30, 40), **settings
+):
     sources = {
         n: Stream.of(range(1000 * at, 1000 * at + size))
         for at, (n, size) in enumerate(zip(names, lengths, strict=True))
     }
-    found = Stream.mixture(sources, dict(zip(names, weights, strict=True)), **settings)
-    return sharded(DataLoader(found.sharding_filter().in_parts(2), batch_size=4), ONE)
+    found = Stream.mixture(
+        sources, dict(zip(names, weights, strict=True)), **settings
+    )
+    return sharded(
+        DataLoader(found.sharding_filter().in_parts(2), batch_size=4), ONE
+    )
 
 
 CONTENTS = {
@@ -167,10 +192,12 @@ def id_of(sample):
 
 
 def files(kind, *, order=1, **settings):
-    found = getattr(Stream, kind)([*map(str, FILES[kind][::order])], **settings).map(
-        id_of
+    found = getattr(Stream, kind)(
+        [*map(str, FILES[kind][::order])], **settings
+    ).map(id_of)
+    return sharded(
+        DataLoader(found.in_parts(2), batch_size=4), ONE, num_batches=20
     )
-    return sharded(DataLoader(found.in_parts(2), batch_size=4), ONE, num_batches=20)
 
 
 def lines(**settings):
@@ -356,7 +383,9 @@ def stopped(made, steps):
         for name in c
     ],
 )
-def test_setting_that_differs_is_the_same_run_or_is_refused(made, change, steps):
+def test_setting_that_differs_is_the_same_run_or_is_refused(
+    made, change, steps
+):
     if made.__name__ in CONTENTS and made.__name__ not in FILES:
         pytest.skip("a library is not installed")
     state, expected = stopped(made, steps)
@@ -369,11 +398,15 @@ def test_setting_that_differs_is_the_same_run_or_is_refused(made, change, steps)
     except PaddleShardError as error:
         refused = str(error)
     if refused is not None:
-        assert not re.search("[0-9a-f]{16}", refused), "a digest tells a user nothing"
+        assert not re.search("[0-9a-f]{16}", refused), (
+            "a digest tells a user nothing"
+        )
         return
     # The parts of a stream take turns in each batch, so that their samples meet in another order in larger batches.
     regrouped = made is stream and "batch_size" in change
-    assert (sorted(found) == sorted(expected)) if regrouped else found == expected
+    assert (
+        (sorted(found) == sorted(expected)) if regrouped else found == expected
+    )
 
 
 MESHES, HELD = "the laws of meshes", "what a batch holds, not which samples"
@@ -446,7 +479,8 @@ OPTIONS = {
         "named": HELD,
     },
     "ExternalLoader": dict.fromkeys(
-        ("build", "name", "save", "repeatable"), "the library's own: tests/adapters"
+        ("build", "name", "save", "repeatable"),
+        "the library's own: tests/adapters",
     ),
     "Threads": {"num": "it changes no batch"},
     "SharedList": {"items": "the user's data set holds it"},

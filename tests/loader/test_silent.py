@@ -80,7 +80,10 @@ def test_tensors_of_bfloat16_stay_what_they_are(workers):
         [batch] = sharded(Samples([ones, ones]), num_workers=workers, **given)
         found = batch if isinstance(batch, paddle.Tensor) else batch[0]
         assert found.dtype == paddle.bfloat16
-        assert found._local_value().cast("float32").numpy().tolist() == [[1, 1], [1, 1]]
+        assert found._local_value().cast("float32").numpy().tolist() == [
+            [1, 1],
+            [1, 1],
+        ]
 
 
 @pytest.mark.parametrize("collate_fn", [None, lambda samples: samples[0]])
@@ -146,7 +149,11 @@ class Restarts(paddle.io.IterableDataset):
 
 @pytest.mark.parametrize(
     "make",
-    [iter, lambda items: (item for item in items), lambda items: map(int, items)],
+    [
+        iter,
+        lambda items: (item for item in items),
+        lambda items: map(int, items),
+    ],
 )
 def test_iterator_of_an_earlier_pass_is_refused(make):
     loader = sharded(OneIterator(make))
@@ -185,22 +192,29 @@ def test_data_set_that_begins_anew_in_iter_is_read_in_each_pass():
     loader = sharded(Restarts())
     next(iter(loader))
     for _ in range(2):
-        assert [number for batch in loader for number in local(batch)[0]] == list(
-            range(1, 17)
-        )
+        assert [
+            number for batch in loader for number in local(batch)[0]
+        ] == list(range(1, 17))
 
 
 @pytest.mark.parametrize("number", [3, 2.5, np.int64(4), np.float32(1)])
 def test_collate_fn_number_of_a_ranks_rows_is_refused(number):
     def collate_fn(samples):
-        return {"x": np.stack(samples), "count": number, "flag": True, "name": "web"}
+        return {
+            "x": np.stack(samples),
+            "count": number,
+            "flag": True,
+            "name": "web",
+        }
 
     data = Samples(list(np.ones((8, 2))))
     [batch, *_] = sharded(data, collate_fn=collate_fn)
     assert batch["count"] == number
     with (
         simulated_rank(0, 2),
-        pytest.raises(BatchStructureError, match=r"field \['count'\] is the number"),
+        pytest.raises(
+            BatchStructureError, match=r"field \['count'\] is the number"
+        ),
     ):
         next(iter(sharded(data, TWO, collate_fn=collate_fn)))
 
@@ -229,7 +243,10 @@ def test_split_state_is_refused_on_another_number_of_data_ranks():
         next(iter(batches))
         state = batches.state_dict()
         batches.load_state_dict(state)
-    with simulated_rank(0, 2), pytest.raises(StateError, match="num_data_ranks"):
+    with (
+        simulated_rank(0, 2),
+        pytest.raises(StateError, match="num_data_ranks"),
+    ):
         loader(2).load_state_dict(state)
 
 
@@ -268,7 +285,9 @@ def test_worker_has_its_own_place_in_a_file_that_is_open(kind, tmp_path):
     with Slow(path) as file:
         archive = zipfile.ZipFile(file) if kind == "zip" else None
         batches = list(sharded(Rows(), num_workers=3))
-    assert [row for batch in batches for row in local(batch)[0]] == list(range(length))
+    assert [row for batch in batches for row in local(batch)[0]] == list(
+        range(length)
+    )
 
 
 def test_source_of_a_mixture_that_comes_late_is_seeded():
@@ -277,16 +296,22 @@ def test_source_of_a_mixture_that_comes_late_is_seeded():
     def rows():
         streams = {
             "a": Stream.of(range(100)).map(lambda i: np.array([i, 0.0])),
-            "b": Stream.of(range(100)).map(lambda i: np.array([i, np.random.rand()])),
+            "b": Stream.of(range(100)).map(
+                lambda i: np.array([i, np.random.rand()])
+            ),
         }
         loader = paddle_shard.shard_dataloader(
-            DataLoader(Stream.mixture(streams, weights={"a": 3, "b": 2}), batch_size=4),
+            DataLoader(
+                Stream.mixture(streams, weights={"a": 3, "b": 2}), batch_size=4
+            ),
             MESH,
             shard_dims="dp",
             num_batches=8,
         )
         return [
-            row for batch in loader for row in batch._local_value().numpy().tolist()
+            row
+            for batch in loader
+            for row in batch._local_value().numpy().tolist()
         ]
 
     np.random.seed(1)
@@ -319,18 +344,22 @@ def test_fields_of_texts_are_not_taken_for_rows(num_workers):
     """Two workers have two rows each, as many as there are fields."""
     pairs = [(f"en{i}", f"de{i}") for i in range(8)]
     for given in (pairs, [{"text": pair} for pair in pairs]):
-        data = DataLoader(Stream.of(given), batch_size=4, num_workers=num_workers)
+        data = DataLoader(
+            Stream.of(given), batch_size=4, num_workers=num_workers
+        )
         loader = paddle_shard.shard_dataloader(data, MESH, shard_dims="dp")
         for number, batch in enumerate(loader):
             fields = batch["text"] if isinstance(batch, dict) else batch
             assert fields == [
-                list(texts) for texts in zip(*pairs[4 * number :][:4], strict=True)
+                list(texts)
+                for texts in zip(*pairs[4 * number :][:4], strict=True)
             ]
 
 
 def test_fields_of_texts_are_cut_by_rows():
     data = Made(
-        lambda i: {"x": np.array(i), "y": np.array(i), "m": (f"a{i}", f"b{i}")}, 4
+        lambda i: {"x": np.array(i), "y": np.array(i), "m": (f"a{i}", f"b{i}")},
+        4,
     )
 
     def first():

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paddle.io import BatchSampler, DataLoader, DistributedBatchSampler, IterableDataset
+from paddle.io import (
+    BatchSampler,
+    DataLoader,
+    DistributedBatchSampler,
+    IterableDataset,
+)
 
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.testing.simulated import on_each_rank
@@ -54,7 +59,9 @@ def rows_of(batches, most=None):
         except StopIteration:
             break
         found.append(
-            batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+            batch._local_value()
+            .numpy()[batches.valid._local_value().numpy()]
+            .tolist()
         )
     return found
 
@@ -63,7 +70,9 @@ def rows_of(batches, most=None):
 @given(
     data_ranks=st.sampled_from([1, 2, 3]),
     each=st.integers(1, 4),
-    ranges=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 6)), max_size=4),
+    ranges=st.lists(
+        st.tuples(st.integers(0, 50), st.integers(1, 6)), max_size=4
+    ),
     sampler=st.sampled_from([BatchSampler, Own, Unsized]),
     options=st.sampled_from(
         [{}, {"tail": "fill"}, {"tail": "drop"}, {"balance": np.arange(LENGTH)}]
@@ -92,14 +101,18 @@ def test_skip_steps_leave_all_other_steps_as_they_were(
         return found, steps_before
 
     straight = on_each_rank(range(data_ranks), epochs)
-    skipping = on_each_rank(range(data_ranks), lambda: epochs(skip_steps=skip_steps))
+    skipping = on_each_rank(
+        range(data_ranks), lambda: epochs(skip_steps=skip_steps)
+    )
     num_steps = len(straight[0][0][0])
     for rank, (found, steps_before) in skipping.items():
         assert steps_before == [0, num_steps, 2 * num_steps]
         for epoch in range(3):
             kept = [
                 rows
-                for step, rows in enumerate(straight[rank][0][epoch], epoch * num_steps)
+                for step, rows in enumerate(
+                    straight[rank][0][epoch], epoch * num_steps
+                )
                 if not any(first <= step < end for first, end in skip_steps)
             ]
             assert found[epoch] == kept
@@ -109,7 +122,10 @@ def test_skip_steps_leave_all_other_steps_as_they_were(
 def test_skip_steps_are_never_read_and_certified_exactly(sampler):
     data = Reads()
     loader = make(
-        data=data, sampler=sampler, skip_steps=[(3, 5), (20, 22), (22, 33)], verify=None
+        data=data,
+        sampler=sampler,
+        skip_steps=[(3, 5), (20, 22), (22, 33)],
+        verify=None,
     )
     with iter(loader) as batches:
         delivered = [row for rows in rows_of(batches) for row in rows]
@@ -122,15 +138,21 @@ def test_skip_steps_are_never_read_and_certified_exactly(sampler):
 
     assert len(delivered) == len(set(delivered)) == LENGTH - 8
     assert set(data.read[: LENGTH - 8]) == set(delivered)
-    assert (first.exact, first.num_samples, first.skipped) == (True, LENGTH - 8, 8), (
-        first
-    )
+    assert (first.exact, first.num_samples, first.skipped) == (
+        True,
+        LENGTH - 8,
+        8,
+    ), first
     assert (second.exact, second.num_samples, second.skipped) == (
         True,
         LENGTH - 7,
         7,
     ), second
-    assert (third.exact, third.num_samples, third.skipped) == (True, 0, LENGTH), third
+    assert (third.exact, third.num_samples, third.skipped) == (
+        True,
+        0,
+        LENGTH,
+    ), third
     assert loader.epoch == 3
 
 
@@ -200,7 +222,9 @@ def test_where_knows_the_skipped_steps():
         (None, [(4, 9)], True),
     ],
 )
-def test_resumed_run_may_skip_more_behind_its_position_only(then, now, is_refused):
+def test_resumed_run_may_skip_more_behind_its_position_only(
+    then, now, is_refused
+):
     loader = make(skip_steps=then)
     with iter(loader) as batches:
         rows_of(batches, 6 if then is None else 4)

@@ -58,15 +58,21 @@ KINDS = {
     "collating": lambda: (Rows(bad=()), collated),
     "a stream's map": lambda: (Stream.of(range(61)).map(checked), None),
     "a stream's filter": lambda: (
-        Stream.of(range(61)).filter(lambda x: checked(x)[0] >= 0).map(unchecked(0)),
+        Stream.of(range(61))
+        .filter(lambda x: checked(x)[0] >= 0)
+        .map(unchecked(0)),
         None,
     ),
 }
 
 
-def sharded(kind, *, workers=0, mesh=ONE, on_error="skip", num_parts=None, **options):
+def sharded(
+    kind, *, workers=0, mesh=ONE, on_error="skip", num_parts=None, **options
+):
     dataset, collate_fn = KINDS[kind]()
-    dataset = dataset if num_parts is None else Stream.of(dataset).in_parts(num_parts)
+    dataset = (
+        dataset if num_parts is None else Stream.of(dataset).in_parts(num_parts)
+    )
     given = paddle.io.DataLoader(
         dataset, batch_size=8, num_workers=workers, collate_fn=collate_fn
     )
@@ -78,7 +84,10 @@ def sharded(kind, *, workers=0, mesh=ONE, on_error="skip", num_parts=None, **opt
 def trace(loader, steps=None):
     batches, found = iter(loader), []
     for batch in batches:
-        rows, valid = batch._local_value().numpy(), batches.valid._local_value().numpy()
+        rows, valid = (
+            batch._local_value().numpy(),
+            batches.valid._local_value().numpy(),
+        )
         found.append((rows.tolist(), valid.tolist()))
         if len(found) == steps:
             break
@@ -98,9 +107,15 @@ def valid_ids(found):
     ("workers", "kind"),
     [*((0, kind) for kind in KINDS), *((2, kind) for kind in list(KINDS)[::2])],
 )
-def test_skipping_keeps_the_other_samples_where_they_were(workers, kind, caplog):
+def test_skipping_keeps_the_other_samples_where_they_were(
+    workers, kind, caplog
+):
     good = [i for i in range(61) if i not in BAD]
-    options = {} if "stream" not in kind and kind != "round robin" else {"num_parts": 4}
+    options = (
+        {}
+        if "stream" not in kind and kind != "round robin"
+        else {"num_parts": 4}
+    )
     loader = sharded(kind, workers=workers, **options)
     found = trace(loader)
 
@@ -131,7 +146,9 @@ def test_skipping_keeps_the_other_samples_where_they_were(workers, kind, caplog)
 def test_skipping_fills_a_batch_of_bad_samples():
     given = paddle.io.DataLoader(Rows(bad=set(range(8, 16))), batch_size=8)
     found = trace(
-        paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+        paddle_shard.shard_dataloader(
+            given, ONE, shard_dims="dp", on_error="skip"
+        )
     )
 
     assert found[1][1] == [False] * 8
@@ -161,15 +178,20 @@ def test_skipping_all_of_a_data_set_is_an_error():
     given = paddle.io.DataLoader(Rows(bad=set(range(61))), batch_size=8)
     with pytest.raises(DataReadError, match="no 0"):
         trace(
-            paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+            paddle_shard.shard_dataloader(
+                given, ONE, shard_dims="dp", on_error="skip"
+            )
         )
     nothing = Stream.of(range(61)).map(lambda x: 1 / 0)
     with pytest.raises(
-        DataReadError, match="ZeroDivisionError: division by zero; and no sample"
+        DataReadError,
+        match="ZeroDivisionError: division by zero; and no sample",
     ):
         trace(
             paddle_shard.shard_dataloader(
-                paddle.io.DataLoader(nothing, batch_size=8), ONE, on_error="skip"
+                paddle.io.DataLoader(nothing, batch_size=8),
+                ONE,
+                on_error="skip",
             )
         )
 
@@ -184,7 +206,8 @@ def test_skipping_is_counted_by_the_certificate():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("on_error", "ignore"), ("on_lost", None), ("on_error", True)]
+    ("name", "value"),
+    [("on_error", "ignore"), ("on_lost", None), ("on_error", True)],
 )
 def test_skipping_rejects_other_values(name, value):
     with pytest.raises(ArgumentError, match=f"{name} must be 'raise' or"):
@@ -207,7 +230,9 @@ def unless(bad, function):
 
     def called(given):
         numbers = given if isinstance(given, list) else [given]
-        assert all(type(number) is int for number in numbers), leaked.append(given)
+        assert all(type(number) is int for number in numbers), leaked.append(
+            given
+        )
         if bad & set(numbers):
             raise Unprintable
         return function(given)
@@ -251,7 +276,9 @@ def drawn_chain(rng, length):
         first = (
             set(range(8)) if rng.random() < 0.3 else set()
         )  # nothing readable at the beginning of any part
-        return first | set(rng.sample(range(length), rng.randint(0, length // 6)))
+        return first | set(
+            rng.sample(range(length), rng.randint(0, length // 6))
+        )
 
     steps = []
     for kind in rng.choices(
@@ -268,21 +295,27 @@ def drawn_chain(rng, length):
         elif kind == "filter":
             steps.append(
                 (
-                    lambda s, b=bad, m=mod: s.filter(unless(b, lambda x: x % m)),
+                    lambda s, b=bad, m=mod: s.filter(
+                        unless(b, lambda x: x % m)
+                    ),
                     lambda p, b=bad, m=mod: [
                         lost(x, b) for x in p if lost(x, b) == LOST or x % m
                     ],
                 )
             )
-        elif kind == "groups":  # put together and taken apart: nothing has happened
+        elif kind == "groups":
+            # put together and taken apart: nothing has happened
             steps.append((lambda s, n=size: s.batch(n).unbatch(), lambda p: p))
         elif (
             kind == "group"
-        ):  # with a function of the group between, one bad sample costs the group
+            # with a function of the group between, one bad sample costs the group
+        ):
             steps.append(
                 (
                     lambda s, n=size, b=bad: (
-                        s.batch(n).map(unless(b, lambda group: group[::-1])).unbatch()
+                        s.batch(n)
+                        .map(unless(b, lambda group: group[::-1]))
+                        .unbatch()
                     ),
                     lambda p, n=size, b=bad: [
                         x
@@ -303,7 +336,9 @@ def drawn_chain(rng, length):
                         y
                         for x in p
                         for y in (
-                            [x] if x == LOST else [x, LOST if x in b else x + 1000]
+                            [x]
+                            if x == LOST
+                            else [x, LOST if x in b else x + 1000]
                         )
                     ],
                 )
@@ -333,7 +368,9 @@ def by_oracle(steps, length, num_parts, batch_size):
     for _, of_list in steps:
         parts = [of_list(part) for part in parts]
     num_batches = max(-(-len(part) // stripe) for part in parts)
-    parts = [part + [None] * (num_batches * stripe - len(part)) for part in parts]
+    parts = [
+        part + [None] * (num_batches * stripe - len(part)) for part in parts
+    ]
     return [
         [x for part in parts for x in part[k * stripe : (k + 1) * stripe]]
         for k in range(num_batches)
@@ -398,7 +435,9 @@ def test_skipping_makes_what_fails_an_invalid_row_in_its_place(trial, caplog):
     ]
     num_lost = sum(x == LOST for batch in wanted for x in batch)
 
-    assert rows == [[None if x == LOST else x for x in batch] for batch in wanted]
+    assert rows == [
+        [None if x == LOST else x for x in batch] for batch in wanted
+    ]
     assert sum(skipped for _, skipped in found.values()) == num_lost
     told = [
         record.getMessage()
@@ -441,9 +480,13 @@ def test_skipping_shows_no_function_what_cannot_be_read(
         batches, found = iter(loader), []
         for batch in batches:
             found += (
-                batch["x"][:, 0]._local_value()[batches.valid._local_value()].tolist()
+                batch["x"][:, 0]
+                ._local_value()[batches.valid._local_value()]
+                .tolist()
             )
-        assert sorted(found) == sorted(2 * [x for x in range(60) if x not in bad])
+        assert sorted(found) == sorted(
+            2 * [x for x in range(60) if x not in bad]
+        )
         assert loader.stats.total.skipped == 2 * len(bad)
         assert leaked == []
 
@@ -470,7 +513,9 @@ STREAMS = {
     "twice": lambda made, length, path: (
         Stream.of(range(length)).sharding_filter().map(made).repeat(2)
     ),
-    "read once": lambda made, length, path: Stream.of(iter(range(length))).map(made),
+    "read once": lambda made, length, path: Stream.of(iter(range(length))).map(
+        made
+    ),
     "files": lambda made, length, path: files(path, length).map(
         lambda line: made(int(line))
     ),
@@ -501,7 +546,8 @@ def test_bad_samples_of_a_stream_are_the_same_for_any_ranks(
 
     def rank(ranks):
         given = paddle.io.DataLoader(
-            STREAMS[stream](bad_in(bad), length, tmp_path).in_parts(8), batch_size=8
+            STREAMS[stream](bad_in(bad), length, tmp_path).in_parts(8),
+            batch_size=8,
         )
         mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
         options = {"num_batches": times * length // 8} if ranks > 1 else {}
@@ -546,7 +592,10 @@ def test_bad_samples_of_a_stream_are_the_same_for_any_workers(stream, tmp_path):
 
     def real(found):
         return [
-            ([row for row, good in zip(rows, valid, strict=True) if good], valid)
+            (
+                [row for row, good in zip(rows, valid, strict=True) if good],
+                valid,
+            )
             for rows, valid in found
         ]
 
@@ -565,7 +614,9 @@ def test_bad_samples_of_a_stream_are_the_same_for_any_workers(stream, tmp_path):
 def test_skipping_does_not_hide_a_group_that_is_shorter(workers):
     groups = Stream.of(range(35)).batch(3).map(np.array).in_parts(4)
     given = paddle.io.DataLoader(groups, batch_size=4, num_workers=workers)
-    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+    loader = paddle_shard.shard_dataloader(
+        given, ONE, shard_dims="dp", on_error="skip"
+    )
 
     with pytest.raises(DataReadError, match="not fit"):
         trace(loader)
@@ -639,7 +690,10 @@ class Images(paddle.io.Dataset):
         return 61
 
     def __getitem__(self, index):
-        return {"image": IMAGES.get(index, np.full((3, 4, 4), index)), "label": index}
+        return {
+            "image": IMAGES.get(index, np.full((3, 4, 4), index)),
+            "label": index,
+        }
 
 
 class ImagesAtOnce(Images):
@@ -647,7 +701,9 @@ class ImagesAtOnce(Images):
         return [self[index] for index in indices]
 
 
-@pytest.mark.parametrize("dataset", [Images(), ImagesAtOnce()], ids=["", "at once"])
+@pytest.mark.parametrize(
+    "dataset", [Images(), ImagesAtOnce()], ids=["", "at once"]
+)
 @pytest.mark.parametrize(
     "odd", sorted(set(IMAGES) - {11})
 )  # None and an array are a list, as without skipping
@@ -662,12 +718,15 @@ def test_skipping_does_not_hide_a_sample_that_does_not_fit(
         given = paddle.io.DataLoader(dataset, batch_size=8)
         mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
         return list(
-            paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip")
+            paddle_shard.shard_dataloader(
+                given, mesh, shard_dims="dp", on_error="skip"
+            )
         )
 
     reads = odd % 8 // (8 // ranks)  # the rank whose row it is
     with pytest.raises(
-        DataReadError, match="Each sample can be collated alone, but they do not fit"
+        DataReadError,
+        match="Each sample can be collated alone, but they do not fit",
     ):
         on_each_rank([reads], rank)
 
@@ -683,7 +742,9 @@ def test_skipping_holds_data_of_several_sizes_to_none():
 
     given = paddle.io.DataLoader(Buckets(), batch_size=8)
     found = trace(
-        paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+        paddle_shard.shard_dataloader(
+            given, ONE, shard_dims="dp", on_error="skip"
+        )
     )
 
     assert valid_ids(found) == [i for i in range(61) if i != 9]
@@ -691,7 +752,9 @@ def test_skipping_holds_data_of_several_sizes_to_none():
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_skipping_reports_an_exception_without_a_text(workers, on_error, caplog):
+def test_skipping_reports_an_exception_without_a_text(
+    workers, on_error, caplog
+):
     class Bad(Rows):
         def __getitem__(self, index):
             if index == 3:
@@ -728,10 +791,14 @@ def refusing(*refused):
 def test_skipping_a_read_whose_samples_all_fail_to_collate(stream):
     data = list(range(6))
     given = paddle.io.DataLoader(
-        Stream.of(data) if stream else data, batch_size=1, collate_fn=refusing(3)
+        Stream.of(data) if stream else data,
+        batch_size=1,
+        collate_fn=refusing(3),
     )
     batches = iter(
-        paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+        paddle_shard.shard_dataloader(
+            given, ONE, shard_dims="dp", on_error="skip"
+        )
     )
 
     found = [
@@ -742,7 +809,14 @@ def test_skipping_a_read_whose_samples_all_fail_to_collate(stream):
         for batch in batches
     ]
 
-    assert found == [(0, True), (1, True), (2, True), (2, False), (4, True), (5, True)]
+    assert found == [
+        (0, True),
+        (1, True),
+        (2, True),
+        (2, False),
+        (4, True),
+        (5, True),
+    ]
 
 
 def test_skipping_padding_that_cannot_be_collated():
@@ -750,7 +824,9 @@ def test_skipping_padding_that_cannot_be_collated():
     stream = Stream.of(lambda: iter(range(5))).in_parts(1)
     given = paddle.io.DataLoader(stream, batch_size=3, collate_fn=refusing(0))
     batches = iter(
-        paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+        paddle_shard.shard_dataloader(
+            given, ONE, shard_dims="dp", on_error="skip"
+        )
     )
 
     valid = [batches.valid._local_value().numpy().tolist() for _ in batches]

@@ -30,14 +30,26 @@ def test_stats_are_scalars_and_rows_of_the_table_in_the_docs():
 
 
 def test_pass_is_counted_anew_and_the_run_goes_on():
-    loader = sharded(DataLoader(Made(length=10), batch_size=4), ONE, tail="fill")
+    loader = sharded(
+        DataLoader(Made(length=10), batch_size=4), ONE, tail="fill"
+    )
     for _ in range(2):
         for _ in loader:
             pass
     epoch, total = loader.stats.epoch, loader.stats.total
 
-    assert (epoch.batches, epoch.samples, epoch.padding, epoch.skipped) == (3, 10, 2, 0)
-    assert (total.batches, total.samples, total.padding, total.skipped) == (6, 20, 4, 0)
+    assert (epoch.batches, epoch.samples, epoch.padding, epoch.skipped) == (
+        3,
+        10,
+        2,
+        0,
+    )
+    assert (total.batches, total.samples, total.padding, total.skipped) == (
+        6,
+        20,
+        4,
+        0,
+    )
     seconds = epoch.wait_seconds + epoch.step_seconds
     assert epoch.samples_per_second == pytest.approx(10 / seconds)
     assert epoch.starved == pytest.approx(epoch.wait_seconds / seconds)
@@ -45,13 +57,18 @@ def test_pass_is_counted_anew_and_the_run_goes_on():
 
 def test_end_of_a_pass_is_waited_for_too():
     """Workers are ended then."""
-    loader = sharded(DataLoader(Made(length=10), batch_size=4, num_workers=2), ONE)
+    loader = sharded(
+        DataLoader(Made(length=10), batch_size=4, num_workers=2), ONE
+    )
     batches = iter(loader)
     for _ in range(3):
         next(batches)
     booked, began = loader.stats.total.wait_seconds, time.perf_counter()
     assert next(batches, None) is None
-    took, booked = time.perf_counter() - began, loader.stats.total.wait_seconds - booked
+    took, booked = (
+        time.perf_counter() - began,
+        loader.stats.total.wait_seconds - booked,
+    )
 
     assert 0.8 * took - 0.001 < booked <= took + 0.001
 

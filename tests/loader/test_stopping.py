@@ -79,7 +79,8 @@ def test_stop_requested_spares_workers_started_before(
     before = children()
     numbers = loader(num_workers=2, persistent_workers=persistent)
     batches = iter(numbers)
-    first = [next(batches), next(batches)]  # one of each worker, which has begun then
+    # one of each worker, which has begun then
+    first = [next(batches), next(batches)]
     workers = children() - before
     assert len(workers) == 2
     for worker in workers:
@@ -95,7 +96,8 @@ def test_rank_that_nobody_tells_is_told_so():
     with (
         simulated_rank(2, 3),
         pytest.raises(
-            ArgumentError, match="global rank 2 is on none of the loader's meshes"
+            ArgumentError,
+            match="global rank 2 is on none of the loader's meshes",
         ),
     ):
         _ = sharded(given, mesh([0, 1])).stop_requested
@@ -110,7 +112,10 @@ class Rank:
             SimpleNamespace(ranks=ranks, stats=LoaderStats()) for _ in range(2)
         ]
         for setup in self.setups:
-            setup.compared_ranks, setup.source = None, SimpleNamespace(split=False)
+            setup.compared_ranks, setup.source = (
+                None,
+                SimpleNamespace(split=False),
+            )
             setup.placer, setup.row_layout = (
                 SimpleNamespace(pad_to=None),
                 SimpleNamespace(on_mesh=True, global_rank=0),
@@ -141,7 +146,9 @@ def test_stop_requested_is_true_at_one_step_on_simulated_ranks(
             length, leaves = rng.randint(0, 6), rng.choice([None, None, 2])
             notes = [StepMessages(rank.setups[number % 2]) for rank in ranks]
             said = [[] for _ in names]
-            for step in range(length if leaves is None else min(leaves, length)):
+            for step in range(
+                length if leaves is None else min(leaves, length)
+            ):
                 for me, rank in enumerate(ranks):
                     ahead = min(
                         length, step + rng.randint(1, 4)

@@ -41,7 +41,9 @@ class Points(paddle.io.Dataset):
 
     def __getitem__(self, index):
         self.reads += 1
-        return self.make(np.full(4, index, "float32"), np.array([index], "float32"))
+        return self.make(
+            np.full(4, index, "float32"), np.array([index], "float32")
+        )
 
 
 def as_list(x, y):
@@ -52,7 +54,9 @@ def sharded(make=as_list, length=8, workers=0, **options):
     given = paddle.io.DataLoader(
         Points(make, length), batch_size=4, shuffle=True, num_workers=workers
     )
-    return paddle_shard.shard_dataloader(given, MESH, shard_dims="dp", **options)
+    return paddle_shard.shard_dataloader(
+        given, MESH, shard_dims="dp", **options
+    )
 
 
 class Sum(paddle.nn.Layer):
@@ -67,7 +71,9 @@ class Sum(paddle.nn.Layer):
 def static_model(loader):
     layer = Sum()
     dist.shard_layer(layer, MESH)
-    optimizer = paddle.optimizer.SGD(learning_rate=0.0, parameters=layer.parameters())
+    optimizer = paddle.optimizer.SGD(
+        learning_rate=0.0, parameters=layer.parameters()
+    )
     return layer, dist.to_static(layer, loader, paddle.nn.MSELoss(), optimizer)
 
 
@@ -88,7 +94,10 @@ def test_to_static_describes_inputs_without_moving_the_order(workers):
         dispatched.append(x._local_value().numpy().tolist())
         local_x, local_y = x._local_value().numpy(), y._local_value().numpy()
         losses.append(
-            (float(model(x, y)), np.mean((local_x @ weight + bias - local_y) ** 2))
+            (
+                float(model(x, y)),
+                np.mean((local_x @ weight + bias - local_y) ** 2),
+            )
         )
     assert dispatched == expected
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
@@ -141,7 +150,9 @@ def test_to_static_refuses_what_a_model_cannot_take(make, text):
 
 
 def test_to_static_rejects_a_shorter_last_batch():
-    with pytest.raises(ArgumentError, match="tail='pad': .* 2 rows and the others 4"):
+    with pytest.raises(
+        ArgumentError, match="tail='pad': .* 2 rows and the others 4"
+    ):
         static_model(sharded(length=6))
     for tail in ("fill", "drop"):
         static_model(sharded(length=6, tail=tail))
@@ -225,7 +236,8 @@ def test_to_static_tensors_are_made_on_the_training_thread(makes, monkeypatch):
         threads.clear()
         given = DataLoader(Made(length=40), batch_size=4, collate_fn=collate)
         for _ in helpers.sharded(given, ONE):
-            time.sleep(2e-3)  # a loop that only takes batches reads them by itself
+            # a loop that only takes batches reads them by itself
+            time.sleep(2e-3)
         assert len(threads) >= 10
         return {*threads} == {"MainThread"}
 
@@ -244,4 +256,8 @@ def test_to_static_look_at_a_closed_loader_loses_nothing(workers):
     loop = threading.Thread(target=lambda: found.extend(loader), daemon=True)
     loop.start()
     loop.join(HANG)
-    assert helpers.locals_of(found) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert helpers.locals_of(found) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    ]

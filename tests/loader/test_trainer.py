@@ -104,7 +104,9 @@ def test_run_goes_on_at_any_step_in_the_order_of_its_epoch(static, tmp_path):
 
 @pytest.mark.parametrize("passed", [True, False])
 @pytest.mark.parametrize("static", [False, True])
-def test_trainer_that_trains_again_goes_on_where_it_was(passed, static, tmp_path):
+def test_trainer_that_trains_again_goes_on_where_it_was(
+    passed, static, tmp_path
+):
     given, position = (
         paddle.io.DataLoader(Ids(), batch_size=4),
         paddle_shard.TrainerCallback(),
@@ -145,9 +147,12 @@ def test_trainer_callback_asks_which_of_two_loaders_trains(tmp_path):
         for _ in range(2):
             sharded(paddle.io.DataLoader(Ids(), batch_size=4))
         with pytest.raises(
-            ArgumentError, match=r"loaders of 2 DataLoaders, .* \(train_dataloader=\)"
+            ArgumentError,
+            match=r"loaders of 2 DataLoaders, .* \(train_dataloader=\)",
         ):
-            position.on_save(arguments(tmp_path), SimpleNamespace(global_step=1), None)
+            position.on_save(
+                arguments(tmp_path), SimpleNamespace(global_step=1), None
+            )
 
 
 def test_trainer_callback_refuses_a_checkpoint_without_position(
@@ -161,7 +166,9 @@ def test_trainer_callback_refuses_a_checkpoint_without_position(
     ):
         trained(tmp_path / "new", paddle_shard.TrainerCallback(), global_step=2)
     position = paddle_shard.TrainerCallback(tmp_path / "old" / "checkpoint-2")
-    assert len(trained(tmp_path / "new", position, global_step=2)) == 3 * EPOCH - 2
+    assert (
+        len(trained(tmp_path / "new", position, global_step=2)) == 3 * EPOCH - 2
+    )
 
 
 def test_trainer_callback_rejects_paddles_loader_at_once(tmp_path):
@@ -195,12 +202,20 @@ def test_default_trainer_callback_lets_paddles_loader_train(tmp_path):
     position.on_init_end(args, SimpleNamespace(), None)
     told = {"train_dataloader": given}
     with paddle_shard.patch_paddle():
-        position.on_train_begin(args, SimpleNamespace(global_step=0), None, **told)
+        position.on_train_begin(
+            args, SimpleNamespace(global_step=0), None, **told
+        )
         assert args.ignore_data_skip is False
-        position.on_epoch_begin(args, SimpleNamespace(global_step=0), None, **told)
+        position.on_epoch_begin(
+            args, SimpleNamespace(global_step=0), None, **told
+        )
         position.on_save(args, SimpleNamespace(global_step=3), None, **told)
-        with pytest.raises(ArgumentError, match=r"patch_paddle\(callback=False\)"):
-            position.on_train_begin(args, SimpleNamespace(global_step=3), None, **told)
+        with pytest.raises(
+            ArgumentError, match=r"patch_paddle\(callback=False\)"
+        ):
+            position.on_train_begin(
+                args, SimpleNamespace(global_step=3), None, **told
+            )
     assert not [*tmp_path.iterdir()]
 
 
@@ -219,13 +234,19 @@ def test_trainer_callback_reads_the_checkpoint_that_was_loaded(tmp_path):
 
 @pytest.mark.parametrize("accumulation", [2, 3])
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_trainer_callback_resumes_amid_micro_batches(accumulation, stop, tmp_path):
+def test_trainer_callback_resumes_amid_micro_batches(
+    accumulation, stop, tmp_path
+):
     """Trainers take an epoch for finished before its last micro-batches are read; none of them is lost."""
     how = {"accumulation": accumulation, "epochs": 4}
-    straight = trained(tmp_path / "straight", paddle_shard.TrainerCallback(), **how)
+    straight = trained(
+        tmp_path / "straight", paddle_shard.TrainerCallback(), **how
+    )
 
     begun = trained(tmp_path, paddle_shard.TrainerCallback(), stop=stop, **how)
-    rest = trained(tmp_path, paddle_shard.TrainerCallback(), global_step=stop, **how)
+    rest = trained(
+        tmp_path, paddle_shard.TrainerCallback(), global_step=stop, **how
+    )
     assert begun + rest == straight
 
 
@@ -245,7 +266,9 @@ def test_trainer_callback_may_log_the_statistics():
 
     class Callback(paddle_shard.TrainerCallback):
         def on_log(self, args, state, *_, **__):
-            trained = max(loaders, key=lambda loader: loader.stats.total.batches)
+            trained = max(
+                loaders, key=lambda loader: loader.stats.total.batches
+            )
             for name, value in trained.stats.scalars().items():
                 written[name, state.global_step] = value
 
@@ -254,7 +277,11 @@ def test_trainer_callback_may_log_the_statistics():
         loader = sharded(given)
         list(loader)
         callback.on_log(
-            None, SimpleNamespace(global_step=7), None, train_dataloader=given, logs={}
+            None,
+            SimpleNamespace(global_step=7),
+            None,
+            train_dataloader=given,
+            logs={},
         )
 
     assert written == {

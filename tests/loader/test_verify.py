@@ -28,11 +28,15 @@ def test_process_that_is_alone_compares_nothing(verify):
 
 @pytest.mark.parametrize("verify", ["last", 0, -1, True, 2.0, "2"])
 def test_bad_verify_is_named(verify):
-    with pytest.raises(ArgumentError, match="verify must be 'first', an int >= 1"):
+    with pytest.raises(
+        ArgumentError, match="verify must be 'first', an int >= 1"
+    ):
         sharded(DataLoader(Made(length=4), batch_size=2), ONE, verify=verify)
 
 
-@pytest.mark.parametrize("kind", ["value", "dtype", "shape", "a field less", "nan"])
+@pytest.mark.parametrize(
+    "kind", ["value", "dtype", "shape", "a field less", "nan"]
+)
 def test_verify_finds_any_difference_of_the_same_samples(kind):
     mine = {"['a']": np.zeros((3, 2)), "['b']": np.arange(3.0)}
     other = {name: array.copy() for name, array in mine.items()}
@@ -51,7 +55,9 @@ def test_verify_finds_any_difference_of_the_same_samples(kind):
         DifferentDataError,
         match=r"step 3: global ranks 1 and 4 .*\['a'\]: \d+ on global rank 1, ",
     ):
-        compare_batches({4: told(other), 1: told(mine), 2: told(other, "others")}, {})
+        compare_batches(
+            {4: told(other), 1: told(mine), 2: told(other, "others")}, {}
+        )
     same = {name: array.copy() for name, array in mine.items()}
     compare_batches({1: told(mine), 4: told(same)}, {})
 

@@ -59,7 +59,9 @@ class Job:
         last = 5 + 4 * self.rank
         return self.run(
             announce=lambda a: (
-                a.announce(exhausted=True) if a.progress.step >= last else a.announce()
+                a.announce(exhausted=True)
+                if a.progress.step >= last
+                else a.announce()
             )
         )
 
@@ -122,7 +124,8 @@ class Job:
 
     def leaves(self):
         return self.run(
-            steps=7 if self.rank == 1 else 10**6, each=lambda step: time.sleep(0.002)
+            steps=7 if self.rank == 1 else 10**6,
+            each=lambda step: time.sleep(0.002),
         )
 
     # Measurements.
@@ -160,7 +163,10 @@ class ReadAhead:
         while not self.over:
             with self.changed:
                 self.changed.wait_for(
-                    lambda: self.over or self.read < self.agreement.wanted(self.step)
+                    lambda: (
+                        self.over
+                        or self.read < self.agreement.wanted(self.step)
+                    )
                 )
             time.sleep(0.008)
             self.agreement.announce()

@@ -34,13 +34,19 @@ def split(name, layer, mesh):
     dims = {"0": {"weight": 1, "bias": 0}, "1": {"weight": 0}}.get(name, {})
     for kind, dim in dims.items():
         placements = [dist.Replicate(), dist.Shard(dim)]
-        setattr(layer, kind, dist.shard_tensor(getattr(layer, kind), mesh, placements))
+        setattr(
+            layer,
+            kind,
+            dist.shard_tensor(getattr(layer, kind), mesh, placements),
+        )
 
 
 paddle.seed(5)
 model = paddle.nn.Sequential(paddle.nn.Linear(3, 8), paddle.nn.Linear(8, 1))
 dist.shard_layer(model, MESH, split)
-optimizer = paddle.optimizer.AdamW(learning_rate=0.05, parameters=model.parameters())
+optimizer = paddle.optimizer.AdamW(
+    learning_rate=0.05, parameters=model.parameters()
+)
 optimizer = dist.shard_optimizer(optimizer)
 loader = paddle_shard.shard_dataloader(
     paddle.io.DataLoader(Rows(), batch_size=4, shuffle=True),
@@ -76,7 +82,9 @@ def attempt(*args, **kwargs):
 attempt(step, **what)
 if how == "errors":
     try:
-        checkpoints.load(**({"data": loader} if ME else {"model": what["model"]}))
+        checkpoints.load(
+            **({"data": loader} if ME else {"model": what["model"]})
+        )
     except PaddleShardError as error:
         found["loads"] = f"{type(error).__name__}: {error}"
     attempt(step + ME, **what)  # another step on each rank

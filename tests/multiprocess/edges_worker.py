@@ -63,7 +63,10 @@ def steps_of(loader):
             leaf = batch[0] if isinstance(batch, list) else batch
             valid = batches.valid._local_value().numpy()
             found.append(
-                leaf._local_value().numpy().reshape(len(valid), -1)[valid, 0].tolist()
+                leaf._local_value()
+                .numpy()
+                .reshape(len(valid), -1)[valid, 0]
+                .tolist()
             )
     except PaddleShardError as error:
         found.append(f"{type(error).__name__}: {error}")
@@ -76,7 +79,9 @@ def number_of(row):
 
 def csv(counts, **options):
     return sharded(
-        Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"], counts=counts).map(number_of),
+        Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"], counts=counts).map(
+            number_of
+        ),
         size=8,
         **options,
     )
@@ -88,7 +93,9 @@ def numbers_in(files, counts=False, mixed=False):
     folder.mkdir(exist_ok=True)
     for name, rows in files.items():
         (folder / f"{name}.csv").write_text("n\n" + "1\n" * rows)
-    stream = Stream.csv(sorted(folder.glob("*.csv")), counts=counts).map(number_of)
+    stream = Stream.csv(sorted(folder.glob("*.csv")), counts=counts).map(
+        number_of
+    )
     other = Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"]).map(number_of)
     return sharded(
         Stream.mixture({"own": stream, "other": other}, {"own": 1, "other": 1})
@@ -171,13 +178,19 @@ def differ():
     made = {
         "batch size": lambda: sharded(Numbers(48), size=6 if second else 8),
         "mesh": lambda: sharded(Numbers(48), ids=[1, 0] if second else [0, 1]),
-        "shard_dims": lambda: sharded(Numbers(48), shard_dims=None if second else "dp"),
+        "shard_dims": lambda: sharded(
+            Numbers(48), shard_dims=None if second else "dp"
+        ),
         "seed": lambda: sharded(Numbers(48), seed=1 if second else 0),
         "length": lambda: sharded(Numbers(40 if second else 48)),
         "tail": lambda: sharded(Numbers(45), tail="drop" if second else "pad"),
         "epoch": lambda: at_epoch(1 if second else 0),
-        "timeout": lambda: sharded(Numbers(48), timeout=70.0 if second else 60.0),
-        "a file": lambda: numbers_in(dict.fromkeys("ac" if second else "abc", 8)),
+        "timeout": lambda: sharded(
+            Numbers(48), timeout=70.0 if second else 60.0
+        ),
+        "a file": lambda: numbers_in(
+            dict.fromkeys("ac" if second else "abc", 8)
+        ),
         "a file's size": lambda: numbers_in({"a": 8, "b": 5 if second else 8}),
         "a file's rows": lambda: numbers_in(
             {"a": 8, "b": 5 if second else 8}, counts=True
@@ -186,7 +199,9 @@ def differ():
             dict.fromkeys("abc" if second else "ac", 8), mixed=True
         ),
         "data set": lambda: csv(True) if second else sharded(Numbers(48)),
-        "version": lambda: of_version("9.9" if second else paddle_shard.__version__),
+        "version": lambda: of_version(
+            "9.9" if second else paddle_shard.__version__
+        ),
         "stream": lambda: csv(True, num_batches=2 if second else 3),
         "on_error": lambda: sharded(
             Numbers(48), on_error="skip" if second else "raise"
@@ -195,7 +210,9 @@ def differ():
             Numbers(48), balance=np.arange(48) % (5 if second else 7)
         ),
         "skip": lambda: sharded(Numbers(48), skip_steps=[(int(second), 2)]),
-        "weights": lambda: mixture([(0, {"a": 1}), (16, {"a": 1, "b": 1 + second})]),
+        "weights": lambda: mixture(
+            [(0, {"a": 1}), (16, {"a": 1, "b": 1 + second})]
+        ),
         "batch size by schedule": lambda: sharded(
             Numbers(48), batch_size=[(0, 8), (16, 4 if second else 12)]
         ),
@@ -215,7 +232,9 @@ def not_made():
     """What each rank says where the second alone cannot make its loader, or none can; and of a loop after that."""
     made = {
         "a sampler of another rank": of_rank_0,
-        "an option": lambda: sharded(Numbers(48), tail="none" if RANK == 1 else "pad"),
+        "an option": lambda: sharded(
+            Numbers(48), tail="none" if RANK == 1 else "pad"
+        ),
         "an argument": lambda: sharded(
             Numbers(48), **({"tails": "pad"} if RANK == 1 else {})
         ),
@@ -272,7 +291,9 @@ def of_version(version):
 
 def too_large():
     try:
-        return steps_of(sharded(Numbers(8), ids=list(range(SIZE + 1)), size=SIZE + 1))
+        return steps_of(
+            sharded(Numbers(8), ids=list(range(SIZE + 1)), size=SIZE + 1)
+        )
     except PaddleShardError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -325,7 +346,11 @@ class Unseeded(paddle.io.IterableDataset):
     """The same numbers on each rank, in an order of its own from some number on."""
 
     def __init__(self, generator, differs_from=0, length=64):
-        self.generator, self.differs_from, self.length = generator, differs_from, length
+        self.generator, self.differs_from, self.length = (
+            generator,
+            differs_from,
+            length,
+        )
 
     def __iter__(self):
         numbers = np.arange(self.length)
@@ -356,11 +381,15 @@ class UnseededSampler(paddle.io.Sampler):
 
 
 def batches_of(generator):
-    return [np.stack([row, row]) for row in generator.permutation(64).reshape(8, 8)]
+    return [
+        np.stack([row, row]) for row in generator.permutation(64).reshape(8, 8)
+    ]
 
 
 def sampled(generator):
-    sampler = paddle.io.BatchSampler(sampler=UnseededSampler(generator), batch_size=8)
+    sampler = paddle.io.BatchSampler(
+        sampler=UnseededSampler(generator), batch_size=8
+    )
     return paddle_shard.shard_dataloader(
         paddle.io.DataLoader(Numbers(64), batch_sampler=sampler),
         mesh(),
@@ -393,17 +422,24 @@ def different_data():
             "length": lambda g, n=length: sharded(
                 Unseeded(alike(), 64, length=n), size=8
             ),
-            "number of batches": lambda g, n=length: paddle_shard.shard_dataloader(
-                lambda: iter([batch.T for batch in batches_of(alike())][: n // 8]),
-                mesh(),
-                shard_dims="dp",
+            "number of batches": lambda g, n=length: (
+                paddle_shard.shard_dataloader(
+                    lambda: iter(
+                        [batch.T for batch in batches_of(alike())][: n // 8]
+                    ),
+                    mesh(),
+                    shard_dims="dp",
+                )
             ),
             "tail": lambda g: sharded(Unseeded(g()), size=8, tail="drop"),
             "batches": lambda g: paddle_shard.shard_dataloader(
                 [b.T for b in batches_of(g())], mesh(), shard_dims="dp"
             ),
             "cut later": lambda g: sharded(
-                Stream.of(Unseeded(g())).map(int).sharding_filter().map(np.array),
+                Stream.of(Unseeded(g()))
+                .map(int)
+                .sharding_filter()
+                .map(np.array),
                 size=8,
             ),
             "sampler": lambda g: sampled(g()),
@@ -469,7 +505,10 @@ def alone():
         while not said.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
     else:
-        handler.emit = lambda record: (text.write(record.getMessage()), said.touch())
+        handler.emit = lambda record: (
+            text.write(record.getMessage()),
+            said.touch(),
+        )
     found = steps_of(loader)
     agreements.NOTICE = 5.0
     return [found, text.getvalue()]
@@ -507,4 +546,5 @@ if __name__ == "__main__":
     if dist.is_initialized():
         dist.barrier()
     else:
-        time.sleep(1.0)  # rank 0 has the store that others may be on their way to
+        # rank 0 has the store that others may be on their way to
+        time.sleep(1.0)

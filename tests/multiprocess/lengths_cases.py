@@ -27,8 +27,18 @@ CASES = {
         "pad_values": BY_POSITION,
         "form": "list",
     },
-    "tensor": {"mesh": DP, "pad_to": "longest", "pad_values": {0: 0}, "form": "tensor"},
-    "stream": {"mesh": DP, "stream": True, "pad_to": "longest", "pad_values": VALUES},
+    "tensor": {
+        "mesh": DP,
+        "pad_to": "longest",
+        "pad_values": {0: 0},
+        "form": "tensor",
+    },
+    "stream": {
+        "mesh": DP,
+        "stream": True,
+        "pad_to": "longest",
+        "pad_values": VALUES,
+    },
     "stream, workers": {
         "mesh": DP,
         "stream": True,
@@ -104,11 +114,13 @@ def padded(samples):
     batch = {}
     for key, value in VALUES.items():
         kind = samples[0][key]
-        batch[key] = np.full([len(samples), *[longest] * kind.ndim], value, kind.dtype)
+        batch[key] = np.full(
+            [len(samples), *[longest] * kind.ndim], value, kind.dtype
+        )
         for row, sample in enumerate(samples):
-            batch[key][(row, *[slice(0, size) for size in sample[key].shape])] = sample[
-                key
-            ]
+            batch[key][
+                (row, *[slice(0, size) for size in sample[key].shape])
+            ] = sample[key]
     return batch
 
 
@@ -121,7 +133,9 @@ class Collate:
     def __call__(self, samples):
         batch, self.calls = padded(samples), self.calls + 1
         if self.odd and self.calls == 3:
-            batch["weights"] = None if self.odd == "none" else ["text"] * len(samples)
+            batch["weights"] = (
+                None if self.odd == "none" else ["text"] * len(samples)
+            )
         return (
             batch
             if self.form is dict

@@ -41,7 +41,8 @@ def loader_of(case):
     if "pad_to" in options:
         length = options["pad_to"]
         options["pad_to"] = {
-            key: (length, value) for key, value in options.pop("pad_values").items()
+            key: (length, value)
+            for key, value in options.pop("pad_values").items()
         }
     data = Stream() if options.pop("stream", False) else Documents()
     shape, names = options.pop("mesh")
@@ -59,15 +60,22 @@ def loader_of(case):
         else options.pop("odd", None) and None
     )
     if options.pop("sep", None):
-        options["placements"] = {key: {"dp": 0, "sep": 1} for key in ("ids", "labels")}
+        options["placements"] = {
+            key: {"dp": 0, "sep": 1} for key in ("ids", "labels")
+        }
     if options.pop("balanced", None):
         options["placements"] = {
             key: {"dp": 0, "sep": Balanced(dim=1)} for key in ("ids", "labels")
         }
     given = paddle.io.DataLoader(
-        data, batch_size=size, num_workers=workers, collate_fn=collate_fn(form, odd)
+        data,
+        batch_size=size,
+        num_workers=workers,
+        collate_fn=collate_fn(form, odd),
     )
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
+    return paddle_shard.shard_dataloader(
+        given, mesh, shard_dims="dp", **options
+    )
 
 
 def delivered(batches):
@@ -79,7 +87,8 @@ def delivered(batches):
     named = {0: batch} if isinstance(batch, paddle.Tensor) else batch
     fields = named.items() if isinstance(named, dict) else enumerate(named)
     values = {
-        str(key): (leaf.shape, leaf._local_value().tolist()) for key, leaf in fields
+        str(key): (leaf.shape, leaf._local_value().tolist())
+        for key, leaf in fields
     }
     return values, batches.valid._local_value().tolist()
 
@@ -100,7 +109,9 @@ def run(case):
         again = loader_of(case)
         again.load_state_dict(state)
         batches = iter(again)
-        resumed.append([delivered(batches) for _ in straight[len(resumed) + 1 :]])
+        resumed.append(
+            [delivered(batches) for _ in straight[len(resumed) + 1 :]]
+        )
     return {"straight": straight, "resumed": resumed}
 
 
@@ -142,7 +153,9 @@ def static():
         trained = dist.to_static(model, loader, paddle.nn.MSELoss(), optimizer)
         trained.train()
         for weights, lengths in loader:
-            loss = paddle.to_tensor(np.array(trained(weights, lengths)).reshape([1]))
+            loss = paddle.to_tensor(
+                np.array(trained(weights, lengths)).reshape([1])
+            )
             dist.all_reduce(loss)
             losses.append(loss.item() / SIZE)
     return losses

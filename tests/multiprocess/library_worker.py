@@ -22,7 +22,9 @@ for source, folder, stop in json.loads(sys.argv[1]):
     later.set_epoch(1)
     found[f"{name} later"] = steps_of(later)
     workers = stop % 2 * 2
-    found[f"{name} resumed"] = resumed(stop, 2 - workers, source, folder, workers, mesh)
+    found[f"{name} resumed"] = resumed(
+        stop, 2 - workers, source, folder, workers, mesh
+    )
 report(found)
 if num_ranks > 1:
     dist.barrier()

@@ -60,22 +60,39 @@ def cases(num_ranks):
             (0, True, "drop"),
         ):
 
-            def make(ids=ids, names=names, workers=workers, shuffle=shuffle, tail=tail):
+            def make(
+                ids=ids,
+                names=names,
+                workers=workers,
+                shuffle=shuffle,
+                tail=tail,
+            ):
                 given = dataloader(workers, shuffle)
                 mesh = dist.ProcessMesh(ids, dim_names=names)
                 replicas = "leader" if shuffle else "each"
                 return paddle_shard.shard_dataloader(
-                    given, mesh, shard_dims="dp", tail=tail, seed=3, replicas=replicas
+                    given,
+                    mesh,
+                    shard_dims="dp",
+                    tail=tail,
+                    seed=3,
+                    replicas=replicas,
                 )
 
-            of_mesh[f"{names} {ids} workers={workers} shuffle={shuffle} {tail}"] = make
+            of_mesh[
+                f"{names} {ids} workers={workers} shuffle={shuffle} {tail}"
+            ] = make
 
         def ramped(ids=ids, names=names, workers=0):
             given = dataloader(workers, False)
             mesh = dist.ProcessMesh(ids, dim_names=names)
             sizes = [(0, 4), (10, 8), (30, 4)]
             return paddle_shard.shard_dataloader(
-                given, mesh, shard_dims="dp", batch_size=sizes, replicas="leader"
+                given,
+                mesh,
+                shard_dims="dp",
+                batch_size=sizes,
+                replicas="leader",
             )
 
         of_mesh[f"{names} {ids} batch sizes"] = ramped
@@ -113,9 +130,17 @@ def summary(loader):
     for _ in range(2):
         batches = iter(loader)
         for batch in batches:
-            leaves = [batch["id"], batch["noise"], batch["pair"][0], batches.valid]
+            leaves = [
+                batch["id"],
+                batch["noise"],
+                batch["pair"][0],
+                batches.valid,
+            ]
             shapes = [list(leaf.shape) for leaf in leaves]
-            if dist.get_rank() not in loader._setup.row_layout.layout.process_ids:
+            if (
+                dist.get_rank()
+                not in loader._setup.row_layout.layout.process_ids
+            ):
                 steps.append([shapes])
                 continue
             local = [leaf._local_value().numpy() for leaf in leaves]

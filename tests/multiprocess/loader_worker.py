@@ -14,7 +14,8 @@ from paddle_shard.testing import report
 
 def loaders():
     return {
-        name: summary(make()) for name, make in cases(dist.get_world_size()).items()
+        name: summary(make())
+        for name, make in cases(dist.get_world_size()).items()
     }
 
 
@@ -27,7 +28,9 @@ def left():
     loader = next(iter(cases(dist.get_world_size()).values()))()
     for _ in range(3):
         for _ in loader:
-            found.append(sum("begins the same epoch again" in text for text in said))
+            found.append(
+                sum("begins the same epoch again" in text for text in said)
+            )
             break
     logging.getLogger("paddle_shard").removeHandler(handler)
     return found

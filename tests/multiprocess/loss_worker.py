@@ -15,9 +15,14 @@ dist.init_parallel_env()
 RANK = dist.get_rank()
 mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
 rng = np.random.default_rng(0)
-WEIGHT, IDS = rng.normal(size=(16, 16)).astype("float32"), rng.integers(0, 16, (8, 6))
+WEIGHT, IDS = (
+    rng.normal(size=(16, 16)).astype("float32"),
+    rng.integers(0, 16, (8, 6)),
+)
 LABELS = np.where(
-    np.arange(6) < np.array([1, 2, 1, 3, 6, 6, 5, 6])[:, None], IDS[:, ::-1], -100
+    np.arange(6) < np.array([1, 2, 1, 3, 6, 6, 5, 6])[:, None],
+    IDS[:, ::-1],
+    -100,
 )
 
 page = (Path(__file__).parents[2] / "docs" / "lengths.md").read_text()
@@ -62,7 +67,9 @@ names = {
 }
 exec(compile(snippet, "docs/lengths.md", "exec"), names)
 of_page = (names["losses"] * names["mask"]).sum() / names["num_tokens"]
-of_paddle = F.cross_entropy(logits[-1], names["batch"]["labels"], ignore_index=-100)
+of_paddle = F.cross_entropy(
+    logits[-1], names["batch"]["labels"], ignore_index=-100
+)
 
 
 def whole(tensor):
@@ -72,7 +79,9 @@ def whole(tensor):
 chances = np.exp(WEIGHT[IDS]) / np.exp(WEIGHT[IDS]).sum(-1, keepdims=True)
 counts = LABELS != -100
 right = np.where(counts, LABELS, 0)
-losses = -np.log(np.take_along_axis(chances, right[..., None], -1)[..., 0]) * counts
+losses = (
+    -np.log(np.take_along_axis(chances, right[..., None], -1)[..., 0]) * counts
+)
 slopes = (chances - np.eye(16)[right]) * counts[..., None] / counts.sum()
 gradient = np.zeros_like(WEIGHT)
 np.add.at(gradient, IDS, slopes)
@@ -82,6 +91,8 @@ report(
         "paddle": whole(of_paddle).item(),
         "numpy": float(losses.sum() / counts.sum()),
         "numpy, over all": float(losses.mean()),
-        "gradients differ by": float(np.abs(whole(weight.grad) - gradient).max()),
+        "gradients differ by": float(
+            np.abs(whole(weight.grad) - gradient).max()
+        ),
     }
 )

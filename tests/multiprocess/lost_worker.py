@@ -35,7 +35,9 @@ class NumbersAt(paddle.io.Dataset):
 
 def loader(kind, workers, *, timeout=1800.0, batch_size=8, **options):
     dataset = NumbersAt() if kind == "map" else Numbers()
-    mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
+    mesh = dist.ProcessMesh(
+        list(range(dist.get_world_size())), dim_names=["dp"]
+    )
     dataloader = paddle.io.DataLoader(
         dataset, batch_size=batch_size, num_workers=workers, **options
     )
@@ -62,7 +64,9 @@ def lost(kind, workers, loop, victim):
                 time.sleep(0.02)
             done += 1
     except PeerLostError as error:
-        report([done, list(error.ranks), time.time() - float(killed.read_text())])
+        report(
+            [done, list(error.ranks), time.time() - float(killed.read_text())]
+        )
 
 
 def early(how, call, victim):
@@ -89,11 +93,13 @@ def early(how, call, victim):
         report([list(error.ranks), time.monotonic() - began])
     except (
         BatchSizeError
-    ) as error:  # the rank whose loader was refused has said why, before it has ended
+        # the rank whose loader was refused has said why, before it has ended
+    ) as error:
         report(
             [
                 [int(victim)]
-                if f"global rank {victim}: its loader was not made" in str(error)
+                if f"global rank {victim}: its loader was not made"
+                in str(error)
                 else str(error),
                 time.monotonic() - began,
             ]
@@ -144,7 +150,10 @@ def spawned():
     # Here each worker is a new process that imports all again, too: one, for both epochs.
     batches = loader("stream", 1, persistent_workers=True)
     report(
-        [[batch._local_value().numpy().tolist() for batch in batches] for _ in range(2)]
+        [
+            [batch._local_value().numpy().tolist() for batch in batches]
+            for _ in range(2)
+        ]
     )
     dist.barrier()
 
@@ -153,6 +162,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "spawn":
         dist.spawn(spawned, nprocs=2, backend="gloo")
     else:
-        {"lost": lost, "early": early, "stopped": stopped, "unmet": unmet}[sys.argv[1]](
-            *sys.argv[2:]
-        )
+        {"lost": lost, "early": early, "stopped": stopped, "unmet": unmet}[
+            sys.argv[1]
+        ](*sys.argv[2:])

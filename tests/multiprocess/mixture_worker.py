@@ -39,7 +39,10 @@ def mixture(weights):
 
 def loader_of(mesh, batch_size=8, workers=2, weights=WEIGHTS):
     given = DataLoader(
-        mixture(weights), batch_size=batch_size, shuffle=True, num_workers=workers
+        mixture(weights),
+        batch_size=batch_size,
+        shuffle=True,
+        num_workers=workers,
     )
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", seed=5)
 
@@ -59,7 +62,9 @@ if __name__ == "__main__":
         if step == 8:
             break
     state = json.loads(json.dumps(loader.state_dict()))
-    found["drawn"] = {name: drawn.drawn for name, drawn in loader.sources().items()}
+    found["drawn"] = {
+        name: drawn.drawn for name, drawn in loader.sources().items()
+    }
     found["rest"] = [rows(batch) for batch in batches]
     line = dist.ProcessMesh([3, 1, 2, 0], dim_names=["dp"])
     again = loader_of(line, batch_size=4, workers=0, weights=[*WEIGHTS, LATER])

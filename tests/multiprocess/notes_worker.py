@@ -64,7 +64,10 @@ for kind in ("index", "stream"):
             mask = batches.valid._local_value().numpy().tolist()
             rows = batch._local_value().numpy()[:, 0].tolist()
             masks.append(
-                [(row if good else None) for row, good in zip(rows, mask, strict=True)]
+                [
+                    (row if good else None)
+                    for row, good in zip(rows, mask, strict=True)
+                ]
             )
         found[f"{kind} {workers}"] = (steps, error, masks)
 
@@ -78,7 +81,9 @@ def of_pairs(samples):
     ]
 
 
-given = paddle.io.DataLoader(Rows(lambda i: i), batch_size=4, collate_fn=of_pairs)
+given = paddle.io.DataLoader(
+    Rows(lambda i: i), batch_size=4, collate_fn=of_pairs
+)
 try:
     steps = [
         list(batch[1].shape)

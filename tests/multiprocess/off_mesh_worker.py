@@ -24,7 +24,9 @@ class Rows(paddle.io.Dataset):
 
 def loader_of():
     return paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(Rows(), batch_size=4, shuffle=True), MESH, shard_dims="dp"
+        paddle.io.DataLoader(Rows(), batch_size=4, shuffle=True),
+        MESH,
+        shard_dims="dp",
     )
 
 

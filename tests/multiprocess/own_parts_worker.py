@@ -25,17 +25,17 @@ def gz(first, folder):
         (folder / f"{number}.txt.gz").write_bytes(
             gzip.compress(text.encode(), 0, mtime=0)
         )
-    return Stream.lines([str(folder / f"{number}.txt.gz") for number in range(8)]).map(
-        int
-    )
+    return Stream.lines(
+        [str(folder / f"{number}.txt.gz") for number in range(8)]
+    ).map(int)
 
 
 def hugging_face(cut):
     import datasets
 
-    whole = datasets.Dataset.from_dict({"id": list(range(44))}).to_iterable_dataset(
-        num_shards=4
-    )
+    whole = datasets.Dataset.from_dict(
+        {"id": list(range(44))}
+    ).to_iterable_dataset(num_shards=4)
     return Stream.huggingface(cut(whole)).map(lambda sample: sample["id"])
 
 
@@ -57,7 +57,9 @@ def iterable(cut):
     import datasets
 
     return Stream.huggingface(
-        cut(datasets.Dataset.from_dict({"id": list(range(44))})).to_iterable_dataset(2)
+        cut(
+            datasets.Dataset.from_dict({"id": list(range(44))})
+        ).to_iterable_dataset(2)
     ).map(id_of)
 
 
@@ -86,7 +88,9 @@ def splits_itself(by_rank, noise=0.0, header=False):
         first, step = info.id, info.num_workers
         if by_rank:
             first, step = RANK * step + first, 2 * step
-        yield from (row + noise * np.random.rand() for row in range(first, 44, step))
+        yield from (
+            row + noise * np.random.rand() for row in range(first, 44, step)
+        )
 
     return Stream.of(own_rows, splits_itself=True)
 
@@ -156,11 +160,13 @@ cases = {
     "taken and skipped": lambda: hugging_face(
         lambda whole: whole.skip(22) if RANK else whole.take(22)
     ),
-    "cut alike": lambda: hugging_face(lambda whole: whole.map(dict).shard(2, 0)),
-    "names": lambda: Stream.huggingface(generated(names()[RANK::2])).map(id_of),
-    "names in other folders": lambda: Stream.huggingface(generated(names(RANK))).map(
-        id_of
+    "cut alike": lambda: hugging_face(
+        lambda whole: whole.map(dict).shard(2, 0)
     ),
+    "names": lambda: Stream.huggingface(generated(names()[RANK::2])).map(id_of),
+    "names in other folders": lambda: Stream.huggingface(
+        generated(names(RANK))
+    ).map(id_of),
     "with an index, alike": lambda: iterable(lambda data: data.shuffle(seed=0)),
     "a list in a mixture": lambda: mixed(lambda data: data[RANK::2]),
     "a list in a mixture, alike": lambda: mixed(lambda data: data[::2]),
@@ -171,11 +177,17 @@ cases = {
 found = {}
 for name, made in cases.items():
     try:
-        found[name] = said(paddle.io.DataLoader(made().in_parts(2), batch_size=8))
+        found[name] = said(
+            paddle.io.DataLoader(made().in_parts(2), batch_size=8)
+        )
     except ImportError:
         found[name] = None
 found["unseeded, resumed"] = resumed(unseeded(shuffles=False))
 found["shuffled without a seed, resumed"] = resumed(unseeded(shuffles=True))
-found["sampler"] = said(paddle.io.DataLoader(list(range(50)), batch_sampler=OfRank0()))
-found["26 and 25"] = said(paddle.io.DataLoader(list(range(26 - RANK)), batch_size=8))
+found["sampler"] = said(
+    paddle.io.DataLoader(list(range(50)), batch_sampler=OfRank0())
+)
+found["26 and 25"] = said(
+    paddle.io.DataLoader(list(range(26 - RANK)), batch_size=8)
+)
 report(found)

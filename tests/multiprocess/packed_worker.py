@@ -20,12 +20,16 @@ LENGTH, TOKENS, STEPS = 16, 50, 6
 
 def documents(seed):
     drawn = np.random.default_rng(seed)
-    return [drawn.integers(1, TOKENS, n) for n in drawn.integers(1, 30, 40).tolist()]
+    return [
+        drawn.integers(1, TOKENS, n) for n in drawn.integers(1, 30, 40).tolist()
+    ]
 
 
 def loader_of(mesh, workers=0):
     packed = {
-        name: Packed(documents(seed), LENGTH, labels="labels", max_pieces=LENGTH)
+        name: Packed(
+            documents(seed), LENGTH, labels="labels", max_pieces=LENGTH
+        )
         for seed, name in enumerate("ab")
     }
     mixture = Mixture(packed, {"a": 2, "b": 1}, num_samples=4 * STEPS)
@@ -49,7 +53,9 @@ class Net(paddle.nn.Layer):
 
 def loss_fn(logits, labels):
     """The mean over all places: those without a label count as 0, so every rank divides by the same number."""
-    return F.cross_entropy(logits, labels, reduction="none", ignore_index=-100).mean()
+    return F.cross_entropy(
+        logits, labels, reduction="none", ignore_index=-100
+    ).mean()
 
 
 def model_and_optimizer(mesh):

@@ -15,7 +15,8 @@ dist.init_parallel_env()
 ME = dist.get_rank()
 ALL = dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"])
 SOME = dist.ProcessMesh([3, 1], dim_names=["mp"])
-WHOLE = np.arange(88, dtype="float32").reshape(8, 11)  # no split of the columns is even
+# no split of the columns is even
+WHOLE = np.arange(88, dtype="float32").reshape(8, 11)
 WAYS = {
     "rows over mp": (ALL, [Replicate(), Shard(0)]),
     "rows over dp": (ALL, [Shard(0), Replicate()]),
@@ -36,7 +37,9 @@ class Tensors:
             if ME in mesh.process_ids:
                 self.tensors[name] = dist.shard_tensor(value, mesh, kinds)
             else:
-                value = value[: len(of) // (1 if kinds[0].is_replicated() else 2)]
+                value = value[
+                    : len(of) // (1 if kinds[0].is_replicated() else 2)
+                ]
                 self.tensors[name] = dist.auto_parallel.api.dtensor_from_local(
                     value, mesh, kinds
                 )
@@ -55,7 +58,10 @@ class Tensors:
             for name, one in self.tensors.items()
             if ME in one.process_mesh.process_ids
         }
-        return {name: one._local_value().numpy().tolist() for name, one in mine.items()}
+        return {
+            name: one._local_value().numpy().tolist()
+            for name, one in mine.items()
+        }
 
 
 saved = Tensors(WAYS)

@@ -37,7 +37,8 @@ while not is_done:
     time.sleep(0.001)
     watch_reading_ahead(profiler)
     has_enough = (
-        sum(profiler.counts().values()) >= NUM_SAMPLES or time.monotonic() > deadline
+        sum(profiler.counts().values()) >= NUM_SAMPLES
+        or time.monotonic() > deadline
     )
     num_done = paddle.to_tensor([int(has_enough)])
     dist.all_reduce(num_done)

@@ -92,8 +92,16 @@ class IterableDatasetShard(paddle.io.IterableDataset):
     """PaddleFormers' data set that cuts a stream."""
 
     def __init__(self, dataset, batch_size, ranks, rank, *, drop_last=False):
-        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.num_processes, self.process_index, self.num_examples = ranks, rank, 0
+        self.dataset, self.batch_size, self.drop_last = (
+            dataset,
+            batch_size,
+            drop_last,
+        )
+        self.num_processes, self.process_index, self.num_examples = (
+            ranks,
+            rank,
+            0,
+        )
 
     def __iter__(self):
         raise AssertionError("this library reads in its place")
@@ -118,7 +126,9 @@ def rows_of(loader):
     return [batch.numpy().tolist() for batch in loader]
 
 
-def mapped(sampler_class, length, batch_size=2, data=None, workers=0, **options):
+def mapped(
+    sampler_class, length, batch_size=2, data=None, workers=0, **options
+):
     data = Made(length=length) if data is None else data
     sampler = sampler_class(
         data, batch_size, num_replicas=RANKS, rank=DATA_RANK, **options
@@ -132,7 +142,9 @@ def stream(length, workers=0, **options):
 
 
 def in_order(length, workers=0, **options):
-    loader = mapped(MappingDistributedBatchSampler, length, workers=workers, **options)
+    loader = mapped(
+        MappingDistributedBatchSampler, length, workers=workers, **options
+    )
     return [len(loader), rows_of(loader)]
 
 
@@ -187,7 +199,9 @@ def endless():
 def failing():
     found = []
     try:
-        for batch in mapped(MappingDistributedBatchSampler, 8, data=Made(read, 8)):
+        for batch in mapped(
+            MappingDistributedBatchSampler, 8, data=Made(read, 8)
+        ):
             found.append(batch.numpy().tolist())
     except paddle_shard.errors.DataReadError as error:
         return [found, str(error).partition("\n")[0]]
@@ -216,7 +230,8 @@ def main():
             "paddle": rows_of(mapped(DistributedBatchSampler, 7)),
             "own": rows_of(mapped(OwnSampler, 7)),
             "shuffled": [
-                epochs_of(MappingDistributedBatchSampler, told) for told in (0, 1)
+                epochs_of(MappingDistributedBatchSampler, told)
+                for told in (0, 1)
             ],
             "seed": epochs_of(MappingDistributedBatchSampler, 1, seed=9),
             "paddle, shuffled": [

@@ -56,7 +56,10 @@ class Growing(paddle.io.Dataset):
 
 def with_a_function(samples):
     """A collate_fn whose batches hold what cannot be sent to another process."""
-    return {"id": np.array([sample["id"] for sample in samples]), "function": lambda: 0}
+    return {
+        "id": np.array([sample["id"] for sample in samples]),
+        "function": lambda: 0,
+    }
 
 
 def given(data, *, size=8, workers=0, cls=paddle.io.DataLoader, **options):
@@ -133,10 +136,18 @@ def same_as_each():
         ),
         "accumulation of steps": (
             0,
-            lambda _, **how: sharded(given(Samples(37), size=4), "dp1 x mp4", **how),
+            lambda _, **how: sharded(
+                given(Samples(37), size=4), "dp1 x mp4", **how
+            ),
         ),
-        "prefetch": (0, lambda _, **how: sharded(given(Samples()), prefetch=2, **how)),
-        "growing": (0, lambda _, **how: sharded(given(Growing()), "dp1 x mp4", **how)),
+        "prefetch": (
+            0,
+            lambda _, **how: sharded(given(Samples()), prefetch=2, **how),
+        ),
+        "growing": (
+            0,
+            lambda _, **how: sharded(given(Growing()), "dp1 x mp4", **how),
+        ),
         "skips errors": (
             0,
             lambda _, **how: sharded(
@@ -145,12 +156,16 @@ def same_as_each():
         ),
         "whole items": (
             0,
-            lambda _, **how: sharded([np.full((4, 2), i) for i in range(6)], **how),
+            lambda _, **how: sharded(
+                [np.full((4, 2), i) for i in range(6)], **how
+            ),
         ),
         "stream": (
             0,
             lambda _, **how: sharded(
-                given(Stream.of(range(45)).shuffle(8).map(lambda i: np.array([i]))),
+                given(
+                    Stream.of(range(45)).shuffle(8).map(lambda i: np.array([i]))
+                ),
                 **how,
             ),
         ),
@@ -158,7 +173,9 @@ def same_as_each():
             2,
             lambda workers, **how: sharded(
                 given(
-                    Stream.of(range(45)).sharding_filter().map(lambda i: np.array([i])),
+                    Stream.of(range(45))
+                    .sharding_filter()
+                    .map(lambda i: np.array([i])),
                     workers=workers,
                 ),
                 **how,
@@ -168,7 +185,8 @@ def same_as_each():
             0 if RANK % 2 else 3,
             lambda workers, **how: sharded(
                 given(
-                    Stream.of(range(45)).map(lambda i: np.array([i])), workers=workers
+                    Stream.of(range(45)).map(lambda i: np.array([i])),
+                    workers=workers,
                 ),
                 **how,
             ),
@@ -245,10 +263,14 @@ def resumes():
     first = sharded(given(Samples(), shuffle=True))
     begun = steps_of(first, 2)
     second = sharded(
-        given(Samples(), shuffle=True, workers=2), "dp1 x mp4", replicas="leader"
+        given(Samples(), shuffle=True, workers=2),
+        "dp1 x mp4",
+        replicas="leader",
     )
     second.load_state_dict(first.state_dict())
-    again = sharded(given(Samples(), shuffle=True), "dp1 x mp4", replicas="each")
+    again = sharded(
+        given(Samples(), shuffle=True), "dp1 x mp4", replicas="each"
+    )
     again.load_state_dict(first.state_dict())
     assert len(begun) == 2
     return [steps_of(second), steps_of(again), second.certificate().exact]
@@ -280,7 +302,8 @@ def passes():
 def left():
     """Errors of many short passes over parts of unequal length, that all ranks leave at the same step near the end."""
     found = []
-    for number in range(14):  # each filter, and each step at which the loop is left
+    # each filter, and each step at which the loop is left
+    for number in range(14):
         stream = (
             Stream.of(range(60))
             .sharding_filter()
@@ -288,7 +311,9 @@ def left():
         )
         loader = sharded(given(stream), "mp2 x dp2", tail="pad", verify=None)
         found += [
-            step for step in steps_of(loader, 2 + number % 7) if isinstance(step, str)
+            step
+            for step in steps_of(loader, 2 + number % 7)
+            if isinstance(step, str)
         ]
     return found
 
@@ -318,7 +343,9 @@ def refused():
 
     cases = {
         "wrong word": lambda: sharded(given(Samples()), replicas="one"),
-        "not sent": lambda: sharded(given(Samples(), collate_fn=with_a_function)),
+        "not sent": lambda: sharded(
+            given(Samples(), collate_fn=with_a_function)
+        ),
         "another choice": lambda: sharded(
             given(Samples()), replicas="each" if RANK == 2 else "leader"
         ),
@@ -338,7 +365,10 @@ def refused():
     for name, make in cases.items():
         try:
             steps = steps_of(make())
-            found[name] = [len(steps), steps[-1] if isinstance(steps[-1], str) else ""]
+            found[name] = [
+                len(steps),
+                steps[-1] if isinstance(steps[-1], str) else "",
+            ]
         except PaddleShardError as error:
             found[name] = [0, f"{type(error).__name__}: {error}"]
     return found

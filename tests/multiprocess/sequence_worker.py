@@ -24,7 +24,10 @@ def both():
         placements={"ids": {"sep": paddle_shard.Balanced(dim=1)}},
     )
     ours = next(iter(loader))["ids"]
-    result = {"ours": ours._local_value().numpy(), "placements": str(ours.placements)}
+    result = {
+        "ours": ours._local_value().numpy(),
+        "placements": str(ours.placements),
+    }
     plain = paddle_shard.shard_dataloader(
         paddle.io.DataLoader(Tokens(), batch_size=2),
         mesh,
@@ -39,7 +42,9 @@ def both():
     except ImportError:  # Paddle 3.0
         result["paddle"] = None
     else:
-        whole = paddle.to_tensor(np.stack([Tokens()[i]["ids"] for i in range(2)]))
+        whole = paddle.to_tensor(
+            np.stack([Tokens()[i]["ids"] for i in range(2)])
+        )
         theirs = shard_seq_load_balance(
             dtensor_from_local(whole, mesh, [dist.Replicate()]), 1
         )

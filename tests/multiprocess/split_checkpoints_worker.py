@@ -30,7 +30,9 @@ class OfRank(paddle.io.BatchSampler):
     def __init__(self):
         self.batch_size, self.rest = (
             2,
-            np.random.default_rng(RANK).permutation(range(RANK, 48, RANKS)).tolist(),
+            np.random.default_rng(RANK)
+            .permutation(range(RANK, 48, RANKS))
+            .tolist(),
         )
 
     def __iter__(self):
@@ -52,7 +54,9 @@ class Library:
     """Batches of the rank's own, with a state."""
 
     def __init__(self, share):
-        self.batches = np.arange(share.shard, 48, share.num_shards).reshape(-1, 2)
+        self.batches = np.arange(share.shard, 48, share.num_shards).reshape(
+            -1, 2
+        )
         self.at = share.state or 0
 
     def __iter__(self):

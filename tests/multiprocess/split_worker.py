@@ -32,7 +32,9 @@ class Lists(Numbers):
 
 def lists(length):
     """Arguments of a DataLoader whose sampler's items are lists, shuffled."""
-    inner = paddle.io.BatchSampler(Numbers(range(length)), shuffle=True, batch_size=2)
+    inner = paddle.io.BatchSampler(
+        Numbers(range(length)), shuffle=True, batch_size=2
+    )
     outer = paddle.io.BatchSampler(sampler=inner, batch_size=1)
     return {"batch_sampler": outer, "collate_fn": lambda batch: batch[0]}
 
@@ -56,7 +58,9 @@ def outcome(numbers, kind=Numbers, given=None, shape=(2, 2), **sampler):
         elif sampler:
             given = paddle.io.DataLoader(
                 data,
-                batch_sampler=paddle.io.DistributedBatchSampler(data, 2, **sampler),
+                batch_sampler=paddle.io.DistributedBatchSampler(
+                    data, 2, **sampler
+                ),
             )
         else:
             given = paddle.io.DataLoader(data, batch_size=2)
@@ -64,7 +68,8 @@ def outcome(numbers, kind=Numbers, given=None, shape=(2, 2), **sampler):
             given, mesh, shard_dims="dp", is_dataset_splitted=True
         )
         return [
-            [batch.shape[0], batch._local_value().numpy().tolist()] for batch in loader
+            [batch.shape[0], batch._local_value().numpy().tolist()]
+            for batch in loader
         ]
     except (
         paddle_shard.errors.SplitError,
@@ -89,7 +94,9 @@ def outcomes():
             range(8),
             Augmented,
             given={
-                "batch_sampler": paddle.io.BatchSampler(sampler=OfRank0(), batch_size=2)
+                "batch_sampler": paddle.io.BatchSampler(
+                    sampler=OfRank0(), batch_size=2
+                )
             },
         ),
         "not split, lists": outcome(range(8), Lists, given=lists(8)),
@@ -107,8 +114,12 @@ def outcomes():
             range(2 * rank, 2 * rank + 2), shape=(1, 4)
         ),
         "the same replicas": outcome(range(4), shape=(1, 4)),
-        "unequal": outcome(range(8 * data_rank, 8 * data_rank + 8 - 4 * data_rank)),
-        "short last": outcome(range(100 * data_rank, 100 * data_rank + 3 + data_rank)),
+        "unequal": outcome(
+            range(8 * data_rank, 8 * data_rank + 8 - 4 * data_rank)
+        ),
+        "short last": outcome(
+            range(100 * data_rank, 100 * data_rank + 3 + data_rank)
+        ),
         "all the same": outcome([7] * 4),
         "sampler": outcome(range(8), num_replicas=2, rank=data_rank),
         "sampler of the world": outcome(range(8), num_replicas=4, rank=rank),

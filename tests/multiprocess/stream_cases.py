@@ -91,10 +91,14 @@ def lines(**options):
 
 def mixed(*, counts, stop):
     """Files and numbers, some of which are drawn several times, or not at all."""
-    others = lines(counts=counts).map(lambda sample: (100 + sample[0], sample[1]))
+    others = lines(counts=counts).map(
+        lambda sample: (100 + sample[0], sample[1])
+    )
     numbers = Stream.of(range(45)).shuffle(5).map(noisy)
     return Stream.mixture(
-        {"files": others, "numbers": numbers}, {"files": 2, "numbers": 1}, stop=stop
+        {"files": others, "numbers": numbers},
+        {"files": 2, "numbers": 1},
+        stop=stop,
     ).shuffle(3)
 
 
@@ -163,8 +167,13 @@ def cases(num_ranks):
     """
     for number, source in enumerate(SOURCES):
         tail = ["pad", "drop", "repeat"][number % 3]
-        first, other = MESHES[num_ranks] if number % 4 < 2 else MESHES[num_ranks][::-1]
-        with_workers, without = (*first, 2 + number % 2, tail), (*other, 0, "pad")
+        first, other = (
+            MESHES[num_ranks] if number % 4 < 2 else MESHES[num_ranks][::-1]
+        )
+        with_workers, without = (
+            (*first, 2 + number % 2, tail),
+            (*other, 0, "pad"),
+        )
         for case in (
             [with_workers, without]
             if num_ranks == 2

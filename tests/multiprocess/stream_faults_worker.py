@@ -53,7 +53,9 @@ class Indexed(paddle.io.Dataset):
 
 def sharded(stream, workers, mesh, **options):
     loader = paddle.io.DataLoader(stream, batch_size=8, num_workers=workers)
-    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", **options)
+    return paddle_shard.shard_dataloader(
+        loader, mesh, shard_dims="dp", **options
+    )
 
 
 def shard(stream, workers, **options):
@@ -100,18 +102,26 @@ for workers in (0, 2):
         shard(Stream.of(range(64)).sharding_filter().map(fails_at_30), workers)
     )
     uneven = (
-        Stream.of(range(60)).sharding_filter().filter(lambda i: i % 8 > 1 or i < 40)
+        Stream.of(range(60))
+        .sharding_filter()
+        .filter(lambda i: i % 8 > 1 or i < 40)
     )
     for tail in ("pad", "drop", "repeat", "error"):
-        found[f"uneven {tail} {workers}"] = outcome(shard(uneven, workers, tail=tail))
-    found[f"num_batches {workers}"] = outcome(shard(uneven, workers, num_batches=11))
+        found[f"uneven {tail} {workers}"] = outcome(
+            shard(uneven, workers, tail=tail)
+        )
+    found[f"num_batches {workers}"] = outcome(
+        shard(uneven, workers, num_batches=11)
+    )
     # Sample 8 * 5 + 7 is in the last rank's rows of step 5.
     found[f"indexed {workers}"] = outcome(shard(Indexed(47, None), workers))
     # A loop on this rank alone, before the others come to it.
     alone = sharded(
         Indexed(47, None), workers, dist.ProcessMesh([RANK], dim_names=["dp"])
     )
-    found[f"indexed, alone {workers}"] = outcome(alone) if RANK == SIZE - 1 else None
+    found[f"indexed, alone {workers}"] = (
+        outcome(alone) if RANK == SIZE - 1 else None
+    )
 for tail in ("pad", "drop", "repeat"):
     found[f"own {tail}"] = local(own_batches, tail=tail)
 try:

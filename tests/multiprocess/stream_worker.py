@@ -14,7 +14,9 @@ for name, *case in cases(num_ranks):
     loader = make(*case)
     found[name] = [steps_of(loader, collective=True), steps_of(loader)]
 for name, source, step, workers, other in resumes(num_ranks):
-    found[name] = resumed(source, *RESUMED[num_ranks], workers, "pad", step, other)
+    found[name] = resumed(
+        source, *RESUMED[num_ranks], workers, "pad", step, other
+    )
 report(found)
 if num_ranks > 1:
     dist.barrier()

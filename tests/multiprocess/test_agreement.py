@@ -19,7 +19,10 @@ def test_real_ranks_end_fail_and_leave_together(num_ranks, tmp_path):
     expected = [
         ["ends", ends],
         ["exhausted", [5 + 4 * (num_ranks - 1), "ended"]],
-        ["fails", [13, "failed", f"OSError: global rank {num_ranks - 1}: no disk"]],
+        [
+            "fails",
+            [13, "failed", f"OSError: global rank {num_ranks - 1}: no disk"],
+        ],
         ["breaks", [[4, "left"], [0, "left"], [11, "left"], ends]],
         ["collective", [[60, "ended"], sums]],
         ["ends", ends],
@@ -32,16 +35,25 @@ def run_unsound(case, num_ranks, directory, wrong, args=()):
     survivors = [rank for rank in range(num_ranks) if rank != wrong]
     variables = {"AGREEMENT_TIMEOUT": str(TIMEOUT)}
     with start_ranks(
-        WORKER, num_ranks, directory, args=[case, *args], env=variables, timeout=HANG
+        WORKER,
+        num_ranks,
+        directory,
+        args=[case, *args],
+        env=variables,
+        timeout=HANG,
     ) as job:
         return job.reports(survivors, HANG)
 
 
 @pytest.mark.parametrize(("num_ranks", "victim"), [(2, 1), (4, 0), (4, 2)])
 def test_survivors_name_the_rank_that_was_killed(num_ranks, victim, tmp_path):
-    for report in run_unsound("killed", num_ranks, tmp_path, victim, [str(victim)]):
+    for report in run_unsound(
+        "killed", num_ranks, tmp_path, victim, [str(victim)]
+    ):
         assert report[1:3] == ["lost", [victim]]
-        assert report[3].startswith(f"Global rank {victim} has ended or was killed")
+        assert report[3].startswith(
+            f"Global rank {victim} has ended or was killed"
+        )
 
 
 def test_rank_that_sleeps_is_named_at_the_deadline(tmp_path):

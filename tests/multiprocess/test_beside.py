@@ -14,4 +14,6 @@ def test_thread_reads_what_draws_nothing_on_each_of_two_ranks(tmp_path):
     for found in run_ranks(worker, 2, tmp_path, timeout=HANG):
         for name, threads in found.items():
             draws = name.endswith("draws")
-            assert threads == ["MainThread" if draws else "paddle_shard-ahead"], name
+            assert threads == [
+                "MainThread" if draws else "paddle_shard-ahead"
+            ], name

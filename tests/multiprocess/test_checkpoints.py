@@ -23,14 +23,22 @@ def run(ranks, tmp_path, name, *args):
 @pytest.mark.multiprocess
 def test_checkpoints_resume_a_split_model_on_other_meshes(tmp_path):
     [straight] = run_ranks(
-        WORKER, 1, tmp_path / "straight", args=[tmp_path / "other", "1x1", 10, "alone"]
+        WORKER,
+        1,
+        tmp_path / "straight",
+        args=[tmp_path / "other", "1x1", 10, "alone"],
     )
     first = run(2, tmp_path, "first", "1x2", 3, "group")
     second = run(4, tmp_path, "second", "2x2", 6, "group")
     third = run(2, tmp_path, "third", "2x1", 8, "group")
     [last] = run(1, tmp_path, "last", "1x1", 10, "alone")
 
-    assert [one[0]["step"] for one in (first, second, third, [last])] == [None, 3, 6, 8]
+    assert [one[0]["step"] for one in (first, second, third, [last])] == [
+        None,
+        3,
+        6,
+        8,
+    ]
     for ranks in (first, second, third):
         assert all(rank == ranks[0] for rank in ranks)
         assert ranks[0]["errors"] == [""]
@@ -94,7 +102,9 @@ def test_checkpoints_fail_on_all_ranks_if_one_fails(tmp_path):
         == str(tmp_path / "saved" / "000001-000002-step5")
     )
     assert sorted(
-        name for name in os.listdir(tmp_path / "saved") if "generation" not in name
+        name
+        for name in os.listdir(tmp_path / "saved")
+        if "generation" not in name
     ) == [
         "000001-000001-step3",
         "000001-000002-step5",
@@ -114,12 +124,16 @@ def test_checkpoints_fail_on_all_ranks_if_one_fails(tmp_path):
         assert "rank 1 [4, " in steps
         assert "only must be distributed tensors" in tensors
         assert "CheckpointError: Checkpoints.save() in " in full
-        assert "failed on global rank 0: OSError: the disk of this rank is full" in full
+        assert (
+            "failed on global rank 0: OSError: the disk of this rank is full"
+            in full
+        )
         assert over.startswith(
             "TakenOverError: generation 99 of this job has taken over "
         )
         assert (
-            "(claimed now by process 7 on host other). Generation 1, of host " in over
+            "(claimed now by process 7 on host other). Generation 1, of host "
+            in over
         )
 
 
@@ -146,10 +160,11 @@ def test_checkpoints_hold_a_state_per_rank_of_split_data(
         for begun, ended in zip(first, rest, strict=True):
             assert len(begun[name]) == 10
             assert len(ended[name]) == 14
-        assert sorted(row for one in (*first, *rest) for row in one[name]) == list(
-            range(48)
-        )
+        assert sorted(
+            row for one in (*first, *rest) for row in one[name]
+        ) == list(range(48))
     for one in run("three", 3, 5):
         assert re.search(
-            r"holds a state of each of 2 ranks, and there are 3 now", one["error"]
+            r"holds a state of each of 2 ranks, and there are 3 now",
+            one["error"],
         )

@@ -48,7 +48,9 @@ def of_ranks(tmp_path_factory):
             number = 0
             for file, rows in enumerate(ROWS):
                 lines = [str(number := number + 1) for _ in range(rows)]
-                (folder / f"{file}.csv").write_text("n\n" + "\n".join(lines) + "\n")
+                (folder / f"{file}.csv").write_text(
+                    "n\n" + "\n".join(lines) + "\n"
+                )
             names = [*CASES[num_ranks], "initialized"]
             environment = {"PYTHONPATH": str(HERE.parents[1])}
             found[num_ranks] = run_ranks(
@@ -101,7 +103,9 @@ def test_certificate_counts_one_pipeline_stage(
     of_ranks,
 ):
     for half, whole in of_ranks(3, "stages"):
-        assert half.endswith("12 of 22 samples delivered once, 10 to come"), half
+        assert half.endswith("12 of 22 samples delivered once, 10 to come"), (
+            half
+        )
         assert whole.endswith("each of 22 samples exactly once"), whole
 
 
@@ -122,7 +126,9 @@ def test_mesh_with_ranks_beyond_the_job_is_refused_on_all_ranks(of_ranks):
         ("on all", "tail must be"),
     ],
 )
-def test_loader_that_fails_on_one_rank_fails_on_all_at_once(of_ranks, case, shown):
+def test_loader_that_fails_on_one_rank_fails_on_all_at_once(
+    of_ranks, case, shown
+):
     found = of_ranks(2, "not_made")
     (first, waited), (second, _) = (of_rank[case] for of_rank in found)
 
@@ -161,7 +167,10 @@ def test_loader_can_be_made_after_one_that_failed_on_one_rank(of_ranks):
         ("tail", "tail: pad on global rank 0, drop on global rank 1"),
         ("epoch", "epoch: 0 on global rank 0, 1 on global rank 1"),
         ("timeout", "timeout: 60.0 on global rank 0, 70.0 on global rank 1"),
-        ("data set", "data set: Numbers on global rank 0, Stream on global rank 1"),
+        (
+            "data set",
+            "data set: Numbers on global rank 0, Stream on global rank 1",
+        ),
         (
             "version",
             "paddle_shard: "
@@ -170,8 +179,14 @@ def test_loader_can_be_made_after_one_that_failed_on_one_rank(of_ranks):
         ),
         ("stream", "num_batches: 3 on global rank 0, 2 on global rank 1"),
         ("on_error", "on_error: raise on global rank 0, skip on global rank 1"),
-        ("skip", "skip_steps: [(0, 2)] on global rank 0, [(1, 2)] on global rank 1"),
-        ("weights", "'segments': [[0, [1, 0]], [16, [1, 2]]]} on global rank 1"),
+        (
+            "skip",
+            "skip_steps: [(0, 2)] on global rank 0, [(1, 2)] on global rank 1",
+        ),
+        (
+            "weights",
+            "'segments': [[0, [1, 0]], [16, [1, 2]]]} on global rank 1",
+        ),
         (
             "a file",
             "file b.csv: 18 bytes on global rank 0, nothing on global rank 1",
@@ -213,9 +228,14 @@ def test_balance_costs_that_differ_are_an_error_at_their_step(of_ranks):
 
 @pytest.mark.parametrize(
     ("case", "text"),
-    [("split_fails", "no disk"), ("split_empty", "has yielded no batch in epoch 0")],
+    [
+        ("split_fails", "no disk"),
+        ("split_empty", "has yielded no batch in epoch 0"),
+    ],
 )
-def test_split_data_without_a_first_batch_is_named_on_all_ranks(case, text, of_ranks):
+def test_split_data_without_a_first_batch_is_named_on_all_ranks(
+    case, text, of_ranks
+):
     for (error,), seconds in of_ranks(2, case):
         assert text in error
         assert seconds < HANG
@@ -245,7 +265,10 @@ def test_streams_that_differ_between_ranks_are_named(kind, delivered, of_ranks):
         assert "Use the same seed on all ranks" in text
         assert len(steps) <= delivered or kind != "stream"
     rows = [
-        row for found in reports for step in found[f"{kind}, seeded"] for row in step
+        row
+        for found in reports
+        for step in found[f"{kind}, seeded"]
+        for row in step
     ]
     assert sorted(rows) == list(range(64))
 
@@ -280,9 +303,19 @@ def test_rank_alone_logs_whom_it_waits_for_and_continues(
 
 def test_loop_that_changes_its_data_has_nothing_read_ahead(of_ranks):
     for read in of_ranks(2, "nothing_ahead"):
-        looked_at = read[0] - 2  # by which the ranks see that they have the same data
+        # by which the ranks see that they have the same data
+        looked_at = read[0] - 2
         assert looked_at == 4
-        assert [count - looked_at for count in read] == [2, 4, 6, 8, 10, 12, 14, 16]
+        assert [count - looked_at for count in read] == [
+            2,
+            4,
+            6,
+            8,
+            10,
+            12,
+            14,
+            16,
+        ]
 
 
 def test_sampler_with_its_own_generator_serves_one_data_rank(
@@ -318,9 +351,9 @@ def test_loader_waits_only_for_the_ranks_of_its_mesh(of_ranks):
 
     assert others is None
     assert len({len(steps) for steps in passes}) == 1
-    assert sorted(row for steps in passes for step in steps for row in step) == list(
-        range(1, sum(ROWS) + 1)
-    )
+    assert sorted(
+        row for steps in passes for step in steps for row in step
+    ) == list(range(1, sum(ROWS) + 1))
 
 
 def test_rank_on_no_mesh_makes_the_steps_of_the_others(of_ranks):
@@ -335,5 +368,8 @@ def test_single_process_with_a_mesh_of_two_warns_how_to_launch(caplog):
         paddle.io.DataLoader(data, batch_size=4), mesh, shard_dims="dp"
     )
 
-    assert "only process of its job, and reads at most 1/2 of the rows" in caplog.text
+    assert (
+        "only process of its job, and reads at most 1/2 of the rows"
+        in caplog.text
+    )
     assert "--nproc_per_node 2" in caplog.text

@@ -22,7 +22,10 @@ HERE = Path(__file__).parent
 REFUSED = {
     "too long": (
         2,
-        ["the longest row of field ['ids'] has 11", "the largest size in pad_to is 8"],
+        [
+            "the longest row of field ['ids'] has 11",
+            "the largest size in pad_to is 8",
+        ],
     ),
     "no value": (
         0,
@@ -33,9 +36,15 @@ REFUSED = {
     ),
     "no such field": (
         0,
-        ["pad_to names ['id']", "delivered are ['ids', 'labels', 'mask', 'weights']"],
+        [
+            "pad_to names ['id']",
+            "delivered are ['ids', 'labels', 'mask', 'weights']",
+        ],
     ),
-    "no number": (0, ["dtype int64, as field ['ids'] has them, cannot hold 0.5"]),
+    "no number": (
+        0,
+        ["dtype int64, as field ['ids'] has them, cannot hold 0.5"],
+    ),
     "none on a rank": (
         2,
         [
@@ -54,11 +63,17 @@ REFUSED = {
     ),
     "not padded, workers": (
         0,
-        ["['ids']: int64[3] on global rank 0", "pad_to={field: ('longest', value)}"],
+        [
+            "['ids']: int64[3] on global rank 0",
+            "pad_to={field: ('longest', value)}",
+        ],
     ),
     "not padded, stream": (
         0,
-        ["['ids']: int64[3] on global rank 0", "pad_to={field: ('longest', value)}"],
+        [
+            "['ids']: int64[3] on global rank 0",
+            "pad_to={field: ('longest', value)}",
+        ],
     ),
 }
 """Case -> (steps that are delivered before it is refused, what the error says)."""
@@ -106,7 +121,9 @@ def expected(case):
         batch = padded([document(number) for number in numbers])
         if sizes != "longest":
             longest = batch["ids"].shape[1]
-            wanted = min(one for one in np.atleast_1d(sizes).tolist() if one >= longest)
+            wanted = min(
+                one for one in np.atleast_1d(sizes).tolist() if one >= longest
+            )
             for key, value in VALUES.items():
                 widths = [
                     (0, 0),
@@ -123,16 +140,23 @@ def joined(parts, mesh, split, balanced):
     grid = np.arange(len(parts)).reshape(shape)
     rows = []
     for data_rank in range(shape[names.index("dp")]):
-        ranks = np.take(grid, data_rank, axis=names.index("dp")).reshape(-1).tolist()
+        ranks = (
+            np.take(grid, data_rank, axis=names.index("dp"))
+            .reshape(-1)
+            .tolist()
+        )
         pieces = [np.array(parts[rank]) for rank in ranks]
         if not split:
-            assert all((piece == pieces[0]).all() for piece in pieces), "replicas agree"
+            assert all((piece == pieces[0]).all() for piece in pieces), (
+                "replicas agree"
+            )
             rows.append(pieces[0])
         elif balanced:  # rank r holds chunks r and 2c-1-r
             halves = [np.split(piece, 2, axis=1) for piece in pieces]
             rows.append(
                 np.concatenate(
-                    [h[0] for h in halves] + [h[1] for h in halves[::-1]], axis=1
+                    [h[0] for h in halves] + [h[1] for h in halves[::-1]],
+                    axis=1,
                 )
             )
         else:
@@ -146,7 +170,9 @@ GOOD = [case for case in CASES if case not in REFUSED]
 @pytest.mark.parametrize("case", GOOD)
 def test_global_batches_are_those_of_one_process(of_ranks, case):
     reports, wanted = of_ranks(case), list(expected(case))
-    names = {"list": BY_POSITION, "tensor": {0: 0}}.get(CASES[case].get("form"), VALUES)
+    names = {"list": BY_POSITION, "tensor": {0: 0}}.get(
+        CASES[case].get("form"), VALUES
+    )
     for start, key in ((0, "straight"), (1, "resumed"), (2, "resumed")):
         of_each = [
             report[key] if key == "straight" else report[key][start - 1]
@@ -155,7 +181,9 @@ def test_global_batches_are_those_of_one_process(of_ranks, case):
         assert {len(steps) for steps in of_each} == {len(wanted) - start}
         for step, (batch, real) in enumerate(wanted[start:]):
             taken = [steps[step] for steps in of_each]
-            for name, (field, values) in zip(names, batch.items(), strict=False):
+            for name, (field, values) in zip(
+                names, batch.items(), strict=False
+            ):
                 split = field in ("ids", "labels") and (
                     "sep" in CASES[case] or "balanced" in CASES[case]
                 )
@@ -165,10 +193,14 @@ def test_global_batches_are_those_of_one_process(of_ranks, case):
                     split,
                     "balanced" in CASES[case],
                 )
-                assert found[:real].tolist() == values[:real].tolist(), (step, field)
+                assert found[:real].tolist() == values[:real].tolist(), (
+                    step,
+                    field,
+                )
                 assert found.shape[1:] == values.shape[1:]
                 assert all(
-                    fields[str(name)][0] == list(found.shape) for fields, _ in taken
+                    fields[str(name)][0] == list(found.shape)
+                    for fields, _ in taken
                 ), "the global shape"
             valid = joined(
                 [rows for _, rows in taken], CASES[case]["mesh"], False, False

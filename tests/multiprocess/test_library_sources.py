@@ -36,7 +36,10 @@ def local(tmp_path):
 
 def test_ranks_and_workers_read_the_batches_of_one_process(local, tmp_path):
     check(
-        [(source, local, STOPS[number % 2]) for number, source in enumerate(ON_RANKS)],
+        [
+            (source, local, STOPS[number % 2])
+            for number, source in enumerate(ON_RANKS)
+        ],
         local,
         tmp_path,
     )
@@ -46,20 +49,32 @@ def test_ranks_and_workers_read_the_batches_of_one_process(local, tmp_path):
 def test_ranks_read_files_of_a_store_as_those_of_a_disk(local, tmp_path):
     needs("s3fs", "moto", "flask", "webdataset")
     with serving_s3(files()) as environment:
-        check([("webdataset", f"s3://{BUCKET}", 0)], local, tmp_path, environment)
+        check(
+            [("webdataset", f"s3://{BUCKET}", 0)], local, tmp_path, environment
+        )
 
 
 def check(cases, local, tmp_path, environment=None):
     """Check what two ranks read of (source, folder, step at which they stop), by what one process reads of files."""
     preload("datasets", "grain", "pyarrow.parquet", "webdataset")
-    args, worker = [json.dumps(cases)], Path(__file__).with_name("library_worker.py")
+    args, worker = (
+        [json.dumps(cases)],
+        Path(__file__).with_name("library_worker.py"),
+    )
     reports = run_ranks(
-        worker, 2, tmp_path / "run", args=args, env=environment, timeout=4 * HANG
+        worker,
+        2,
+        tmp_path / "run",
+        args=args,
+        env=environment,
+        timeout=4 * HANG,
     )
 
     def of_run(name):
         of_ranks = [report[name] for report in reports]
-        assert len({len(steps) for steps in of_ranks}) == 1, f"equal steps: {name}"
+        assert len({len(steps) for steps in of_ranks}) == 1, (
+            f"equal steps: {name}"
+        )
         return joined(of_ranks)
 
     for source, folder, stop in cases:

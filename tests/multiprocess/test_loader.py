@@ -15,22 +15,31 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.long)]
+)
 def test_real_ranks_get_what_simulated_ranks_get(num_ranks, run_case):
-    reports = run_case(WORKER, num_ranks, "loaders", CASES[num_ranks], timeout=2 * HANG)
+    reports = run_case(
+        WORKER, num_ranks, "loaders", CASES[num_ranks], timeout=2 * HANG
+    )
 
     for name, make in cases(num_ranks).items():
         simulated = on_each_rank(
             range(num_ranks), lambda make=make: summary(make(workers=0))
         )
         for rank in range(num_ranks):
-            assert reports[rank][name] == simulated[rank], f"rank {rank}: {name}"
+            assert reports[rank][name] == simulated[rank], (
+                f"rank {rank}: {name}"
+            )
 
 
 def test_loader_warns_if_an_epoch_begins_again(
     run_case,
 ):
-    assert run_case(WORKER, 2, "left", CASES[2], timeout=2 * HANG) == [[0, 1, 1]] * 2
+    assert (
+        run_case(WORKER, 2, "left", CASES[2], timeout=2 * HANG)
+        == [[0, 1, 1]] * 2
+    )
 
 
 def test_split_data_of_another_split_is_refused_on_all_ranks(run_case):
@@ -53,7 +62,9 @@ def test_split_data_of_another_split_is_refused_on_all_ranks(run_case):
         assert report["split"] == [
             [4, [4 * data_rank + i, 4 * data_rank + i + 1]] for i in (0, 2)
         ]
-        assert report["split, one row"] == [[2, [8 * data_rank + i]] for i in range(8)]
+        assert report["split, one row"] == [
+            [2, [8 * data_rank + i]] for i in range(8)
+        ]
         assert report["all the same, one row"] == [[2, [7]]] * 8
         rows = [row for _, batch in report["split, lists"] for row in batch]
         assert sorted(rows) == list(range(4 * data_rank, 4 * data_rank + 4))
@@ -71,7 +82,9 @@ def test_split_data_of_another_split_is_refused_on_all_ranks(run_case):
             "their steps would differ. Give every data rank the same number of rows"
             in report["unequal"]
         )
-        numbers = "number of rows: 1 on global ranks 0, 1, 2 on global ranks 2, 3"
+        numbers = (
+            "number of rows: 1 on global ranks 0, 1, 2 on global ranks 2, 3"
+        )
         assert numbers in report["short last"]
         assert report["all the same"] == [[4, [7, 7]]] * 2
         assert report["sampler"] == [

@@ -17,6 +17,6 @@ def test_masked_loss_of_the_docs_is_the_mean_over_valid_tokens(
     ):
         assert found["page"] == pytest.approx(found["numpy"], rel=1e-5)
         assert found["gradients differ by"] < 1e-6
-        assert found["paddle"] == pytest.approx(found["numpy, over all"], rel=1e-5), (
-            "if not, the page is out of date"
-        )
+        assert found["paddle"] == pytest.approx(
+            found["numpy, over all"], rel=1e-5
+        ), "if not, the page is out of date"

@@ -26,7 +26,12 @@ WORKER = Path(__file__).parent / "lost_worker.py"
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("kind", "loop", "victim", "workers"),
-    [("map", 1, 0, 0), ("map", 2, 1, 2), ("stream", 1, 1, 0), ("stream", 2, 0, 2)],
+    [
+        ("map", 1, 0, 0),
+        ("map", 2, 1, 2),
+        ("stream", 1, 1, 0),
+        ("stream", 2, 0, 2),
+    ],
 )
 def test_killed_rank_is_named_and_leaves_no_process(
     kind, loop, victim, workers, tmp_path
@@ -69,7 +74,9 @@ def test_rank_that_ends_before_the_first_call_is_named_at_once(
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("victim", [0, 3])
-def test_stopped_rank_is_named_after_the_timeout_of_its_loader(victim, tmp_path):
+def test_stopped_rank_is_named_after_the_timeout_of_its_loader(
+    victim, tmp_path
+):
     with start_ranks(
         WORKER, 4, tmp_path, args=["stopped", str(victim)], timeout=HANG
     ) as job:
@@ -82,7 +89,10 @@ def test_stopped_rank_is_named_after_the_timeout_of_its_loader(victim, tmp_path)
 
 @pytest.mark.multiprocess
 def test_rank_may_exit_while_it_connects_to_the_others(tmp_path):
-    assert run_ranks(WORKER, 2, tmp_path, args=["unmet"], timeout=HANG) == ["ended"] * 2
+    assert (
+        run_ranks(WORKER, 2, tmp_path, args=["unmet"], timeout=HANG)
+        == ["ended"] * 2
+    )
 
 
 @pytest.mark.multiprocess
@@ -90,13 +100,19 @@ def test_rank_may_exit_while_it_connects_to_the_others(tmp_path):
 def test_ranks_that_paddle_spawns_meet(tmp_path):
     given = ("PADDLE_", "POD_", "MASTER_", "FLAGS_selected_")
     variables = {
-        name: value for name, value in os.environ.items() if not name.startswith(given)
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(given)
     }
     variables["PADDLE_SHARD_REPORT_DIR"] = str(tmp_path)
     with open(tmp_path / "log", "w") as log:
         command = [sys.executable, "-u", str(WORKER), "spawn"]
         ranks = subprocess.Popen(
-            command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
         )
         try:
             code = ranks.wait(HANG)
@@ -108,11 +124,16 @@ def test_ranks_that_paddle_spawns_meet(tmp_path):
 
     assert code == 0, (tmp_path / "log").read_text()[-4000:]
     first, second = (
-        json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)
+        json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        for rank in range(2)
     )
     for epoch in range(2):
-        joined = [a + b for a, b in zip(first[epoch], second[epoch], strict=True)]
-        assert joined == [list(range(8 * step, 8 * step + 8)) for step in range(20)]
+        joined = [
+            a + b for a, b in zip(first[epoch], second[epoch], strict=True)
+        ]
+        assert joined == [
+            list(range(8 * step, 8 * step + 8)) for step in range(20)
+        ]
 
 
 # Where they meet
@@ -144,7 +165,9 @@ def test_ranks_that_paddle_spawns_meet(tmp_path):
         ({"PADDLE_MASTER": "[::1]:5"}, ("::1", 5)),
     ],
 )
-def test_store_is_looked_for_where_paddle_puts_it(variables, address, monkeypatch):
+def test_store_is_looked_for_where_paddle_puts_it(
+    variables, address, monkeypatch
+):
     for name in (
         "PADDLE_MASTER",
         "MASTER_ADDR",
@@ -155,13 +178,18 @@ def test_store_is_looked_for_where_paddle_puts_it(variables, address, monkeypatc
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    with simulated_rank(0, 2), mock.patch.object(dist, "is_initialized", lambda: True):
+    with (
+        simulated_rank(0, 2),
+        mock.patch.object(dist, "is_initialized", lambda: True),
+    ):
         found = rendezvous_of([0, 1])
 
     assert (found.host, found.port) == address
 
 
-@pytest.mark.parametrize("found", [None, "127.0.0.1:0", "127.0.0.1", "host:port", ":5"])
+@pytest.mark.parametrize(
+    "found", [None, "127.0.0.1:0", "127.0.0.1", "host:port", ":5"]
+)
 def test_rendezvous_without_an_address_is_refused_at_once(found, monkeypatch):
     for name in (
         "PADDLE_MASTER",
@@ -176,7 +204,8 @@ def test_rendezvous_without_an_address_is_refused_at_once(found, monkeypatch):
     with (
         simulated_rank(0, 2),
         pytest.raises(
-            ArgumentError, match="start the ranks with python -m paddle.distributed"
+            ArgumentError,
+            match="start the ranks with python -m paddle.distributed",
         ),
     ):
         network_of([0, 1], "test", HANG)
@@ -186,8 +215,13 @@ def test_rendezvous_without_an_address_is_refused_at_once(found, monkeypatch):
 def test_lost_store_is_named_before_the_ranks_have_met(members, monkeypatch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("PADDLE_MASTER", f"127.0.0.1:{probe.getsockname()[1]}")
-    with simulated_rank(1, 3), mock.patch.object(dist, "is_initialized", lambda: True):
+        monkeypatch.setenv(
+            "PADDLE_MASTER", f"127.0.0.1:{probe.getsockname()[1]}"
+        )
+    with (
+        simulated_rank(1, 3),
+        mock.patch.object(dist, "is_initialized", lambda: True),
+    ):
         start = time.monotonic()
         with pytest.raises(
             PeerLostError, match="global rank 0, which has the store"
@@ -230,7 +264,9 @@ def until(condition):
 
 def has_come(meeting, *ranks):
     """Whether the hub knows that these ranks have come, and no other."""
-    return lambda: meeting.coordinators[4].network._missing == {4, 5, 6} - {*ranks}
+    return lambda: (
+        meeting.coordinators[4].network._missing == {4, 5, 6} - {*ranks}
+    )
 
 
 def test_slow_start_is_no_death(meeting):
@@ -260,7 +296,9 @@ def test_rank_lost_before_the_meeting_is_named_to_early_and_late(
 
 
 @pytest.mark.parametrize("has_waited", [True, False])
-def test_coordinator_that_leaves_names_whom_it_has_waited_for(has_waited, meeting):
+def test_coordinator_that_leaves_names_whom_it_has_waited_for(
+    has_waited, meeting
+):
     first, second = (
         meeting.start(4, timeout=2.0 if has_waited else HANG),
         meeting.start(5),

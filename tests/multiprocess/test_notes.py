@@ -26,7 +26,8 @@ def test_step_messages_share_row_shapes_and_skipped_rows(
         assert steps == 2, case
         assert "step 2" in error, case
         assert (
-            "[0]: float32[3] on global rank 0, float32[5] on global rank 1" in error
+            "[0]: float32[3] on global rank 0, float32[5] on global rank 1"
+            in error
         ), case
         assert masks[1] == [4.0, None, None, None], (
             case

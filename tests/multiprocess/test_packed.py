@@ -10,7 +10,10 @@ pytestmark = pytest.mark.multiprocess
 
 def test_static_and_dynamic_models_train_alike_on_packed_rows(tmp_path):
     reports = run_ranks(
-        Path(__file__).with_name("packed_worker.py"), 2, tmp_path, timeout=2 * HANG
+        Path(__file__).with_name("packed_worker.py"),
+        2,
+        tmp_path,
+        timeout=2 * HANG,
     )
 
     for report in reports:

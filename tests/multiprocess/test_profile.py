@@ -14,7 +14,11 @@ pytestmark = pytest.mark.multiprocess
 
 def test_profiler_names_the_slow_rank_and_its_cause(tmp_path):
     waiting, slow = run_ranks(
-        WORKER, 2, tmp_path, timeout=HANG, env={"PYTHONPATH": str(WORKER.parents[2])}
+        WORKER,
+        2,
+        tmp_path,
+        timeout=HANG,
+        env={"PYTHONPATH": str(WORKER.parents[2])},
     )
     assert max(slow, key=slow.get).startswith(named("Digits.__getitem__"))
     assert max(waiting, key=waiting.get) == OTHER_RANKS

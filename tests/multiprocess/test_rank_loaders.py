@@ -25,7 +25,9 @@ def ranks(request, tmp_path_factory):
     )
     replicas = request.param // 2
     for data_rank in range(2):
-        first, *others = reports[data_rank * replicas : (data_rank + 1) * replicas]
+        first, *others = reports[
+            data_rank * replicas : (data_rank + 1) * replicas
+        ]
         for other in others:
             assert {**other, "failing": 0, "messages": 0} == {
                 **first,
@@ -52,11 +54,16 @@ def padded(length):
 
 def test_rank_loader_reads_each_row_once_in_order(ranks):
     for number, length in enumerate((1, 3, 4, 7, 8)):
-        (num_steps, first), (_, second) = (found["in order"][number] for found in ranks)
+        (num_steps, first), (_, second) = (
+            found["in order"][number] for found in ranks
+        )
         assert batches_of(first, second) == padded(length)
         assert num_steps == len(first)
     assert batches_of(*(found["workers"][1] for found in ranks)) == padded(7)
-    assert [found["drop_last"] for found in ranks] == [[1, [[0, 1]]], [1, [[2, 3]]]]
+    assert [found["drop_last"] for found in ranks] == [
+        [1, [[0, 1]]],
+        [1, [[2, 3]]],
+    ]
     assert batches_of(*(found["whole"] for found in ranks)) == [
         [0, 1, 2, 3],
         [4, 0, 1, 2],
@@ -65,7 +72,10 @@ def test_rank_loader_reads_each_row_once_in_order(ranks):
 
 
 def test_rank_loader_leaves_rows_to_a_sampler_of_the_users(ranks):
-    assert [found["own"] for found in ranks] == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+    assert [found["own"] for found in ranks] == [
+        [[0, 2], [4, 6]],
+        [[1, 3], [5]],
+    ]
     rows = [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
     assert [found["scales"] for found in ranks] == rows
     assert [found["endless"] for found in ranks] == [
@@ -131,6 +141,10 @@ def test_patch_paddle_says_what_it_reads(ranks):
     assert found["undone"] == [[0, 1]]
     text = "\n".join(found["messages"])
     assert (
-        "the DataLoader of Made is read by paddle_shard, as local tensors of 2" in text
+        "the DataLoader of Made is read by paddle_shard, as local tensors of 2"
+        in text
     )
-    assert "the DataLoader of Made is read by Paddle: its BatchSampler does not" in text
+    assert (
+        "the DataLoader of Made is read by Paddle: its BatchSampler does not"
+        in text
+    )

@@ -30,9 +30,12 @@ def test_replicas_leader_alone_reads_shared_rows(run_once):
         )
         assert set(steps) == {5}
         looked_at = (
-            4  # two samples twice, by which ranks see that they have the same data
+            # two samples twice, by which ranks see that they have the same data
+            4
         )
-        assert [rank for rank, count in enumerate(read) if count > looked_at] == of_mesh
+        assert [
+            rank for rank, count in enumerate(read) if count > looked_at
+        ] == of_mesh
         assert 40 <= sum(read) <= 40 + 4 * looked_at
         assert all(in_repr)
         if mesh == "dp1 x mp4":
@@ -107,18 +110,32 @@ def test_replicas_resume_on_another_mesh(run_once):
 
 
 def test_replicas_share_passes_that_overlap_or_are_left(run_once):
-    for rank, (together, first, nested) in enumerate(reports(run_once, "passes")):
+    for rank, (together, first, nested) in enumerate(
+        reports(run_once, "passes")
+    ):
         sums = [
-            [[4], float(sum(range(at, at + 4)))] for at in range(4 * (rank // 2), 40, 8)
+            [[4], float(sum(range(at, at + 4)))]
+            for at in range(4 * (rank // 2), 40, 8)
         ]
         assert together == [[one, one] for one in sums]
         assert first == sums[0]
         inner = [[[8], float(sum(range(at, at + 8)))] for at in range(0, 24, 8)]
-        assert nested == [sums[0], sums[1], *inner, sums[2], sums[3], *inner, sums[4]]
+        assert nested == [
+            sums[0],
+            sums[1],
+            *inner,
+            sums[2],
+            sums[3],
+            *inner,
+            sums[4],
+        ]
 
 
 TOLD = {
-    "wrong word": ("ArgumentError", "replicas must be 'each' or 'leader', got 'one'"),
+    "wrong word": (
+        "ArgumentError",
+        "replicas must be 'each' or 'leader', got 'one'",
+    ),
     "not sent": ("DataReadError", "replicas='each' reads on each"),
     "another choice": ("ArgumentError", "replicas: "),
     "other samples": ("DifferentDataError", "Use the same seed on all ranks"),

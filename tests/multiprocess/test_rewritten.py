@@ -15,7 +15,11 @@ HERE = Path(__file__).parent
 def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rewritten")
     return run_ranks(
-        HERE / "rewritten_worker.py", 2, folder / "job", args=[folder], timeout=2 * HANG
+        HERE / "rewritten_worker.py",
+        2,
+        folder / "job",
+        args=[folder],
+        timeout=2 * HANG,
     )
 
 

@@ -15,7 +15,9 @@ def part_lengths():
     return kept
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "num_ranks", [2, pytest.param(4, marks=pytest.mark.long)]
+)
 def test_stream_ends_or_fails_at_one_step_on_all_ranks(num_ranks, run_once):
     reports = run_once(WORKER, num_ranks)
     lengths = part_lengths()
@@ -32,7 +34,8 @@ def test_stream_ends_or_fails_at_one_step_on_all_ranks(num_ranks, run_once):
             found = [report[f"{name} {workers}"] for report in reports]
             assert [one[0] for one in found] == [steps] * num_ranks
             assert all(
-                one[1][0] == "DataReadError" and text in one[1][1] for one in found
+                one[1][0] == "DataReadError" and text in one[1][1]
+                for one in found
             ), found
             assert len({tuple(one[1][2]) for one in found}) == 1, (
                 "the same sample is named"
@@ -40,9 +43,9 @@ def test_stream_ends_or_fails_at_one_step_on_all_ranks(num_ranks, run_once):
             assert all(one[2] < 2 for one in found), "within 2 s"
         found = [report[f"indexed {workers}"] for report in reports]
         assert [one[0] for one in found] == [5] * num_ranks
-        assert all(one[1][0] == "DataReadError" and one[1][2] == 47 for one in found), (
-            found
-        )
+        assert all(
+            one[1][0] == "DataReadError" and one[1][2] == 47 for one in found
+        ), found
         assert all(
             ("global rank" in one[1][1]) == (rank < num_ranks - 1)
             for rank, one in enumerate(found)
@@ -51,7 +54,9 @@ def test_stream_ends_or_fails_at_one_step_on_all_ranks(num_ranks, run_once):
         assert steps == 5
         assert error[0] == "DataReadError"
         for tail, steps in (("pad", 8), ("drop", 5), ("repeat", 8)):
-            found = [report[f"uneven {tail} {workers}"][:2] for report in reports]
+            found = [
+                report[f"uneven {tail} {workers}"][:2] for report in reports
+            ]
             assert found == [[steps, "end"]] * num_ranks, (tail, workers)
         assert [report[f"num_batches {workers}"][:2] for report in reports] == [
             [11, "end"]
@@ -59,7 +64,8 @@ def test_stream_ends_or_fails_at_one_step_on_all_ranks(num_ranks, run_once):
         found = [report[f"uneven error {workers}"] for report in reports]
         assert [one[0] for one in found] == [5] * num_ranks
         assert all(
-            one[1][0] == "UnequalEndsError" and "choose tail=" in one[1][1].lower()
+            one[1][0] == "UnequalEndsError"
+            and "choose tail=" in one[1][1].lower()
             for one in found
         ), found
 

@@ -23,7 +23,9 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module", autouse=True)
 def files(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STREAM_CASES_FOLDER", str(tmp_path_factory.mktemp("files")))
+        patch.setenv(
+            "STREAM_CASES_FOLDER", str(tmp_path_factory.mktemp("files"))
+        )
         stream_cases.write_files()
         yield
 
@@ -47,7 +49,9 @@ def joined(reports, name, epoch, ids, names):
             reports[rank][name] if epoch is None else reports[rank][name][epoch]
             for rank in replicas
         ]
-        assert all(one == of_each[0] for one in of_each), f"replicas agree: {name}"
+        assert all(one == of_each[0] for one in of_each), (
+            f"replicas agree: {name}"
+        )
         passes.append(of_each[0])
     assert len({len(steps) for steps in passes}) == 1, f"equal steps: {name}"
     return [
@@ -58,12 +62,15 @@ def joined(reports, name, epoch, ids, names):
 
 def real(steps):
     """The real rows of each step: [[(id, noise), ...], ...]"""
-    return [[(i, n) for i, n, v in zip(*step, strict=True) if v] for step in steps]
+    return [
+        [(i, n) for i, n, v in zip(*step, strict=True) if v] for step in steps
+    ]
 
 
 def check_coverage(source, tail, steps):
     delivered = [i for step in real(steps) for i, _ in step]
-    if source.startswith("mixture"):  # of which some samples are drawn several times
+    # of which some samples are drawn several times
+    if source.startswith("mixture"):
         assert set(delivered) <= set(SAMPLES[source])
         assert (
             "counted" in source
@@ -81,14 +88,18 @@ def check_coverage(source, tail, steps):
         assert all(all(step[2]) for step in steps)
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(2, marks=pytest.mark.long), 4]
+)
 def test_ranks_and_workers_read_the_batches_of_one_process(num_ranks, tmp_path):
     reports = run_ranks(
         HERE / "stream_worker.py", num_ranks, tmp_path, timeout=4 * HANG
     )
 
     for name, source, ids, names, _, tail in cases(num_ranks):
-        epochs = [joined(reports, name, epoch, ids, names) for epoch in range(2)]
+        epochs = [
+            joined(reports, name, epoch, ids, names) for epoch in range(2)
+        ]
         for epoch, steps in enumerate(epochs):
             assert real(steps) == real(alone(source, tail)[epoch]), name
             check_coverage(source, tail, steps)

@@ -33,7 +33,12 @@ CALLS = {
 def reports(tmp_path_factory):
     folder, names = tmp_path_factory.mktemp("told"), json.dumps(list(CALLS))
     return run_ranks(
-        WORKER, 3, folder, args=["cases", names, 3], env=ENVIRONMENT, timeout=HANG
+        WORKER,
+        3,
+        folder,
+        args=["cases", names, 3],
+        env=ENVIRONMENT,
+        timeout=HANG,
     )
 
 
@@ -51,14 +56,18 @@ def test_call_that_fails_on_one_rank_is_named_on_all(call, reports):
         assert other_kind == (
             kind if kind not in ("OSError", "TypeError") else "DataReadError"
         )
-        assert max(seconds, waited) < HANG / 12, "not only when the timeout is over"
+        assert max(seconds, waited) < HANG / 12, (
+            "not only when the timeout is over"
+        )
 
 
 @pytest.mark.multiprocess
 def test_random_sequences_of_calls_name_the_wrong_rank_on_all(
     reports,
 ):
-    for of_ranks in zip(*(report["at random"] for report in reports), strict=True):
+    for of_ranks in zip(
+        *(report["at random"] for report in reports), strict=True
+    ):
         for rank, (victim, found) in enumerate(of_ranks):
             assert found is not None
             _, text, seconds = found
@@ -78,9 +87,9 @@ def test_gather_valid_takes_each_dtype_and_values_of_no_size(reports):
 def test_ranks_of_which_one_could_not_make_a_call_go_on_together(reports):
     steps = zip(*(report["later"] for report in reports), strict=True)
 
-    assert [row for of_ranks in steps for part in of_ranks for row in part] == list(
-        range(24)
-    )
+    assert [
+        row for of_ranks in steps for part in of_ranks for row in part
+    ] == list(range(24))
 
 
 @pytest.mark.multiprocess
@@ -93,9 +102,16 @@ def test_ranks_of_which_one_could_not_make_a_call_go_on_together(reports):
         ("not_made", 1, "its loader was not made: tail must be"),
     ],
 )
-def test_ranks_in_a_loop_are_told_why_another_has_left_it(how, victim, cause, tmp_path):
+def test_ranks_in_a_loop_are_told_why_another_has_left_it(
+    how, victim, cause, tmp_path
+):
     with start_ranks(
-        WORKER, 2, tmp_path, args=[how, str(victim)], env=ENVIRONMENT, timeout=HANG
+        WORKER,
+        2,
+        tmp_path,
+        args=[how, str(victim)],
+        env=ENVIRONMENT,
+        timeout=HANG,
     ) as job:
         [(kind, text, seconds)] = job.reports([1 - victim], HANG)
 
@@ -152,7 +168,11 @@ def test_loader_refused_by_all_ranks_logs_nothing_at_exit(tmp_path):
     (tmp_path / "refused.py").write_text(REFUSED)
     with pytest.raises(RanksFailed) as failed:
         run_ranks(
-            tmp_path / "refused.py", 2, tmp_path / "job", env=ENVIRONMENT, timeout=HANG
+            tmp_path / "refused.py",
+            2,
+            tmp_path / "job",
+            env=ENVIRONMENT,
+            timeout=HANG,
         )
     assert (
         "a global batch of 25 cannot be split evenly over 2 data ranks. Nearest sizes that can: 24 or 26"

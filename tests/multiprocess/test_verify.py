@@ -40,7 +40,9 @@ def reports(tmp_path_factory):
         ("damaged, nothing", 4),
     ],
 )
-def test_verify_is_silent_if_nothing_differs_or_is_compared(case, steps, reports):
+def test_verify_is_silent_if_nothing_differs_or_is_compared(
+    case, steps, reports
+):
     assert [report[case] for report in reports] == [[steps, ""]] * 4
 
 
@@ -76,7 +78,9 @@ def test_verify_is_silent_if_nothing_differs_or_is_compared(case, steps, reports
         ("damaged, text", 0, "digests: ['text']: "),
     ],
 )
-def test_verify_raises_on_all_ranks_if_replicas_differ(case, steps, says, reports):
+def test_verify_raises_on_all_ranks_if_replicas_differ(
+    case, steps, says, reports
+):
     for report in reports:
         found, text = report[case]
         assert found == steps
@@ -88,8 +92,14 @@ def test_verify_raises_on_all_ranks_if_replicas_differ(case, steps, says, report
     ("case", "says"),
     [
         ("own part", "pass the whole data set, or is_dataset_splitted=True"),
-        ("own part, leader", "pass the whole data set, or is_dataset_splitted=True"),
-        ("own part, workers", "pass the whole data set, or is_dataset_splitted=True"),
+        (
+            "own part, leader",
+            "pass the whole data set, or is_dataset_splitted=True",
+        ),
+        (
+            "own part, workers",
+            "pass the whole data set, or is_dataset_splitted=True",
+        ),
         (
             "other version",
             "Each rank must hold the whole data set, and the same one",

@@ -37,7 +37,9 @@ class Numbers(paddle.io.Dataset):
 
 
 def made(data=None, **options):
-    mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
+    mesh = dist.ProcessMesh(
+        list(range(dist.get_world_size())), dim_names=["dp"]
+    )
     given = paddle.io.DataLoader(
         data or Numbers(), batch_size=2 * dist.get_world_size()
     )
@@ -94,7 +96,9 @@ def gathered_dtypes():
         assert str(values.dtype) == f"paddle.{dtype}"
         results[dtype] = values.astype("int64").tolist()
     boxes = paddle.zeros([last._local_value().shape[0], 0, 5])
-    results["no boxes"] = list(paddle_shard.gather_valid(boxes, batches.valid).shape)
+    results["no boxes"] = list(
+        paddle_shard.gather_valid(boxes, batches.valid).shape
+    )
     return results
 
 
@@ -124,7 +128,11 @@ def ending():
 
 # (how the loader is made, the call where it fails, the call of the others)
 CALLS = {
-    "not made": (lambda: None, lambda loader: made(tail="none"), lambda loader: made()),
+    "not made": (
+        lambda: None,
+        lambda loader: made(tail="none"),
+        lambda loader: made(),
+    ),
     "a state of another run": (
         made,
         lambda loader: loader.load_state_dict(made(seed=5).state_dict()),
@@ -137,7 +145,9 @@ CALLS = {
     ),
     "a misspelt option": (
         made,
-        lambda loader: loader.load_state_dict(loader.state_dict(), overrides=[]),
+        lambda loader: loader.load_state_dict(
+            loader.state_dict(), overrides=[]
+        ),
         lambda loader: loader.load_state_dict(loader.state_dict()),
     ),
     "an epoch": (
@@ -151,7 +161,11 @@ CALLS = {
         lambda loader: loader.batch_sampler.set_epoch(1),
     ),
     "a loop": (made, lambda loader: broken(loader, "early"), list),
-    "a loop that was agreed on": (made, lambda loader: broken(loader, "late"), list),
+    "a loop that was agreed on": (
+        made,
+        lambda loader: broken(loader, "late"),
+        list,
+    ),
     "the end of a loop": (ending, list, list),
     **{
         f"gather_valid: {wrong}": (
@@ -227,7 +241,9 @@ def at_random(rng):
     """[the rank of which one call is wrong, what this one raises] of a random sequence of calls, alike on all ranks."""
     names = [rng.choice([*AT_RANDOM]) for _ in range(rng.randint(1, 5))]
     victim, at = rng.randrange(dist.get_world_size()), rng.randrange(len(names))
-    names[at] = rng.choice([name for name, (_, wrong) in AT_RANDOM.items() if wrong])
+    names[at] = rng.choice(
+        [name for name, (_, wrong) in AT_RANDOM.items() if wrong]
+    )
     wrong, loader = rng.choice(AT_RANDOM[names[at]][1]), mixture()
     print(names, at, victim, flush=True)
     calls = [AT_RANDOM[name][0] for name in names]

@@ -29,13 +29,17 @@ class Samples(paddle.io.Dataset):
         }
 
 
-def sharded(data, *, workers=0, size=8, replicas=True, collate_fn=None, **options):
+def sharded(
+    data, *, workers=0, size=8, replicas=True, collate_fn=None, **options
+):
     ids = [[0, 1], [2, 3]] if replicas else [[0], [1], [2], [3]]
     mesh = dist.ProcessMesh(ids, dim_names=["dp", "mp"])
     given = paddle.io.DataLoader(
         data, batch_size=size, num_workers=workers, collate_fn=collate_fn
     )
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
+    return paddle_shard.shard_dataloader(
+        given, mesh, shard_dims="dp", **options
+    )
 
 
 def steps_of(loader):
@@ -78,7 +82,9 @@ class Items(paddle.io.Dataset):
         return 5
 
     def __getitem__(self, index):
-        return {"image": np.arange(8) + index + 100 * (self.wrong and index == 1)}
+        return {
+            "image": np.arange(8) + index + 100 * (self.wrong and index == 1)
+        }
 
 
 class Named(paddle.io.BatchSampler):
@@ -89,7 +95,8 @@ class Named(paddle.io.BatchSampler):
 
     def __iter__(self):
         yield from (
-            [f"sample {4 * batch + row}" for row in range(8)] for batch in range(3)
+            [f"sample {4 * batch + row}" for row in range(8)]
+            for batch in range(3)
         )
 
     def __len__(self):
@@ -134,7 +141,9 @@ class Mixed(paddle.io.Dataset):
         }
         if self.change == "more":
             found["more"] = np.zeros(1)
-        return dict(reversed(found.items())) if self.change == "order" else found
+        return (
+            dict(reversed(found.items())) if self.change == "order" else found
+        )
 
 
 def mixed(change, **options):
@@ -170,7 +179,9 @@ def one_line(**options):
 
 def own_part(**options):
     return sharded(
-        paddle.io.Subset(Samples(), range(RANK, 32, 4)), replicas=False, **options
+        paddle.io.Subset(Samples(), range(RANK, 32, 4)),
+        replicas=False,
+        **options,
     )
 
 
@@ -183,7 +194,9 @@ def outcomes():
     first = (4, 6) if other else ()
     made = {
         "same": lambda: sharded(Samples()),
-        "same, workers, each step": lambda: sharded(Samples(), workers=2, verify=1),
+        "same, workers, each step": lambda: sharded(
+            Samples(), workers=2, verify=1
+        ),
         "first": lambda: sharded(Samples(first)),
         "first, workers": lambda: sharded(Samples(first), workers=2),
         "later": lambda: sharded(Samples(third)),
@@ -191,7 +204,9 @@ def outcomes():
         "later, every step": lambda: sharded(Samples(mine + third), verify=1),
         "never": lambda: sharded(Samples(first), verify=None),
         "noise": lambda: sharded(Samples(noise=np.random.default_rng(RANK))),
-        "stream": lambda: sharded(numbers(range(32) if other else ()), verify=1),
+        "stream": lambda: sharded(
+            numbers(range(32) if other else ()), verify=1
+        ),
         "stream, same": lambda: sharded(numbers(()), verify=1),
         "whole": lambda: paddle_shard.shard_dataloader(
             whole((0,) if other else ()),
@@ -230,7 +245,9 @@ def outcomes():
         "names": lambda: by_name(""),
         "other text": lambda: by_name("!" if other else ""),
         **{
-            f"mixed, {change}": lambda change=change: mixed(change if other else None)
+            f"mixed, {change}": lambda change=change: mixed(
+                change if other else None
+            )
             for change in (
                 "nothing",
                 "text",
@@ -249,7 +266,9 @@ def outcomes():
             shard_dims="dp",
             verify=1,
         ),
-        "other option": lambda: sharded(Samples(), verify=None if other else "first"),
+        "other option": lambda: sharded(
+            Samples(), verify=None if other else "first"
+        ),
     }
     return {name: steps_of(make()) for name, make in made.items()}
 

@@ -18,7 +18,11 @@ def test_replicated_field_of_another_mesh_has_its_global_shape():
         return [
             leaf.shape
             for leaf in next(
-                iter(sharded(DataLoader(pairs, batch_size=4), METHES, ["dp", None]))
+                iter(
+                    sharded(
+                        DataLoader(pairs, batch_size=4), METHES, ["dp", None]
+                    )
+                )
             )
         ]
 
@@ -35,11 +39,15 @@ def test_valid_is_placed_as_the_last_field():
     def run():
         batches = iter(
             sharded(
-                DataLoader(fields, batch_size=4), four, placements={"x": {"sep": 1}}
+                DataLoader(fields, batch_size=4),
+                four,
+                placements={"x": {"sep": 1}},
             )
         )
         batch = next(batches)
-        return batches.valid._local_value().shape, batch["y"]._local_value().shape
+        return batches.valid._local_value().shape, batch[
+            "y"
+        ]._local_value().shape
 
     got = on_each_rank(range(4), run)
 
@@ -74,7 +82,8 @@ def test_lists_with_an_item_per_row_are_cut_like_rows():
 
 
 @pytest.mark.parametrize(
-    "dtype", ["bool", "uint8", "int16", "int64", "float16", "float64", "complex64"]
+    "dtype",
+    ["bool", "uint8", "int16", "int64", "float16", "float64", "complex64"],
 )
 def test_rows_that_are_scattered_are_taken_of_every_dtype(dtype):
     pairs = Made(lambda i: (np.full(2, i, dtype), np.array(i)))
@@ -85,18 +94,24 @@ def test_rows_that_are_scattered_are_taken_of_every_dtype(dtype):
         loader = sharded(
             DataLoader(pairs, batch_sampler=sampler), [DP2] * 2, ["dp", None]
         )
-        return [leaf._local_value().numpy().tolist() for leaf in next(iter(loader))]
+        return [
+            leaf._local_value().numpy().tolist() for leaf in next(iter(loader))
+        ]
 
     (rows, whole), (others, _) = on_each_rank(range(2), run).values()
 
     # A rank has whole micro-batches.
     assert (
         rows
-        == np.full([2, 16], range(16), dtype).T[[*range(4), *range(8, 12)]].tolist()
+        == np.full([2, 16], range(16), dtype)
+        .T[[*range(4), *range(8, 12)]]
+        .tolist()
     )
     assert (
         others
-        == np.full([2, 16], range(16), dtype).T[[*range(4, 8), *range(12, 16)]].tolist()
+        == np.full([2, 16], range(16), dtype)
+        .T[[*range(4, 8), *range(12, 16)]]
+        .tolist()
     )
     assert whole == list(range(16))
 
@@ -114,16 +129,23 @@ def test_view_that_the_user_keeps_stays_a_view():
 
     table[0, 0] = 7.0
 
-    assert turned[0, 0].item() == 7.0, "Tensor.contiguous changes the tensor itself"
+    assert turned[0, 0].item() == 7.0, (
+        "Tensor.contiguous changes the tensor itself"
+    )
     assert first._local_value().tolist() == [[0.0, 0.0]] * 4
-    assert next(iter(loader))._local_value().tolist() == [[7.0, 0.0], *[[0.0, 0.0]] * 3]
+    assert next(iter(loader))._local_value().tolist() == [
+        [7.0, 0.0],
+        *[[0.0, 0.0]] * 3,
+    ]
 
 
 def test_sparse_tensor_that_stays_local_is_given_as_it_is():
     def collate(samples):
         return [
             np.array(samples),
-            paddle.sparse.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], [2, 2]),
+            paddle.sparse.sparse_coo_tensor(
+                [[0, 1], [1, 0]], [1.0, 2.0], [2, 2]
+            ),
         ]
 
     given = DataLoader(Made(int, length=4), batch_size=2, collate_fn=collate)
@@ -145,7 +167,9 @@ def test_item_batches_are_counted_by_a_split_field():
     item = Made(lambda i: [np.arange(3), np.arange(4)], 2)
 
     batch = next(
-        iter(sharded(DataLoader(item, batch_size=None), [DP2, DP2], [None, "dp"]))
+        iter(
+            sharded(DataLoader(item, batch_size=None), [DP2, DP2], [None, "dp"])
+        )
     )
 
     assert [leaf._local_value().shape for leaf in batch] == [[3], [2]]
@@ -155,7 +179,11 @@ def test_recipe_of_a_bare_tensor_is_not_that_of_a_list_of_one():
     rows = np.arange(4)
     batches = list(paddle_shard.shard_dataloader([rows, [rows], rows], ONE))
 
-    assert [isinstance(batch, list) for batch in batches] == [False, True, False]
+    assert [isinstance(batch, list) for batch in batches] == [
+        False,
+        True,
+        False,
+    ]
     assert batches[0]._local_value().tolist() == rows.tolist()
 
 
@@ -164,7 +192,11 @@ def test_recipe_names_a_bare_field_by_its_position():
 
     def run():
         return next(
-            iter(paddle_shard.shard_dataloader(whole, DP2, placements={0: {"dp": 1}}))
+            iter(
+                paddle_shard.shard_dataloader(
+                    whole, DP2, placements={0: {"dp": 1}}
+                )
+            )
         )
 
     with pytest.raises(

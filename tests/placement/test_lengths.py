@@ -28,8 +28,12 @@ def stacked(samples):
 
 
 def sharded(mesh=ONE, dataset=None, **options):
-    given = paddle.io.DataLoader(dataset or ROWS, batch_size=2, collate_fn=stacked)
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
+    given = paddle.io.DataLoader(
+        dataset or ROWS, batch_size=2, collate_fn=stacked
+    )
+    return paddle_shard.shard_dataloader(
+        given, mesh, shard_dims="dp", **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,11 +47,16 @@ def sharded(mesh=ONE, dataset=None, **options):
 )
 def test_pad_to_on_one_rank_pads_to_its_own_rows(length, widths):
     batches = [
-        batch._local_value().numpy() for batch in sharded(pad_to={0: (length, -7)})
+        batch._local_value().numpy()
+        for batch in sharded(pad_to={0: (length, -7)})
     ]
 
-    assert [batch.shape for batch in batches] == [(2, width) for width in widths]
-    for number, row in enumerate(row for batch in batches for row in batch.tolist()):
+    assert [batch.shape for batch in batches] == [
+        (2, width) for width in widths
+    ]
+    for number, row in enumerate(
+        row for batch in batches for row in batch.tolist()
+    ):
         own = LENGTHS[number]
         assert row[:own] == [number + 1] * own
         assert set(row[own:]) <= {-7}
@@ -71,8 +80,12 @@ def test_workers_of_a_stream_join_rows_of_different_lengths():
     loader = paddle_shard.shard_dataloader(
         given, ONE, shard_dims="dp", pad_to={0: ("longest", -7)}
     )
-    rows = [row for batch in loader for row in batch._local_value().numpy().tolist()]
-    found = sorted((row[0], sum(value == row[0] for value in row)) for row in rows)
+    rows = [
+        row for batch in loader for row in batch._local_value().numpy().tolist()
+    ]
+    found = sorted(
+        (row[0], sum(value == row[0] for value in row)) for row in rows
+    )
     assert found == [(n + 1, 1 + n % 5) for n in range(24)]
     assert {value for row in rows for value in row if value != row[0]} == {-7}
 
@@ -113,7 +126,9 @@ def test_value_for_a_field_that_is_not_there_is_refused():
 
 def test_field_is_named_by_its_own_key_and_position():
     names = [*("x", "xy", 1, 11), "a'][0"]
-    pads = PadTo.of({name: (number + 1, 0) for number, name in enumerate(names)})
+    pads = PadTo.of(
+        {name: (number + 1, 0) for number, name in enumerate(names)}
+    )
 
     for number, name in enumerate(names):
         for path in (f"[{name!r}]", f"[{name!r}][0]", f"[{name!r}]['y']"):
@@ -123,7 +138,16 @@ def test_field_is_named_by_its_own_key_and_position():
 
 @pytest.mark.parametrize(
     "dtype",
-    ["bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64"],
+    [
+        "bool",
+        "uint8",
+        "int32",
+        "int64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+    ],
 )
 def test_tensors_of_any_dtype_are_evened(dtype):
     short, long = (
@@ -131,7 +155,9 @@ def test_tensors_of_any_dtype_are_evened(dtype):
         paddle.ones([1, 5, 1])[:, :, 0].astype(dtype),
     )
 
-    first, second = PadTo.of({"x": ("longest", 0)}).even([short, long], "['x'][0]")
+    first, second = PadTo.of({"x": ("longest", 0)}).even(
+        [short, long], "['x'][0]"
+    )
 
     assert [first.shape, second.shape] == [[2, 5], [1, 5]]
     assert first.dtype == short.dtype
@@ -151,7 +177,8 @@ def test_tensors_of_any_dtype_are_evened(dtype):
 )
 def test_value_that_the_field_cannot_hold_is_refused(dtype, fill):
     with pytest.raises(
-        BatchStructureError, match=f"dtype {dtype}, as field x has them, cannot hold"
+        BatchStructureError,
+        match=f"dtype {dtype}, as field x has them, cannot hold",
     ):
         check_fill(fill, dtype, "x")
 
@@ -175,7 +202,9 @@ def test_pad_to_refuses_a_rank_on_no_mesh(monkeypatch):
     monkeypatch.setattr("paddle_shard.loader.setup.num_ranks", lambda: 3)
     with (
         simulated_rank(2, 3),
-        pytest.raises(ArgumentError, match="global rank 2 is on none of the meshes"),
+        pytest.raises(
+            ArgumentError, match="global rank 2 is on none of the meshes"
+        ),
     ):
         sharded(DP2, pad_to={0: ("longest", 0)})
 
@@ -196,7 +225,10 @@ def at_least_1d(samples):
     longest = max(sample.shape[0] for sample in samples)
     return np.stack(
         [
-            np.pad(sample, [(0, longest - len(sample)), *[(0, 0)] * (sample.ndim - 1)])
+            np.pad(
+                sample,
+                [(0, longest - len(sample)), *[(0, 0)] * (sample.ndim - 1)],
+            )
             for sample in samples
         ]
     )

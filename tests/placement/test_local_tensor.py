@@ -51,7 +51,11 @@ OWNED = pytest.mark.parametrize("owned", [False, True], ids=["copied", "owned"])
 
 def layouts(array):
     """Arrays of the same values that lie in memory in different ways."""
-    turned = np.ascontiguousarray(array[..., ::-1])[..., ::-1] if array.ndim else array
+    turned = (
+        np.ascontiguousarray(array[..., ::-1])[..., ::-1]
+        if array.ndim
+        else array
+    )
     twice = np.repeat(array, 2, axis=-1)[..., ::2] if array.ndim else array
     frozen = array.copy()
     frozen.flags.writeable = False
@@ -102,12 +106,15 @@ def test_copy_and_its_array_can_be_written_to_apart(maker):
 
 @MAKERS
 def test_zero_copy_array_lives_as_long_as_its_tensor(maker):
-    tensors = [maker()([np.full(100_000, number)], True)()[0] for number in range(20)]
+    tensors = [
+        maker()([np.full(100_000, number)], True)()[0] for number in range(20)
+    ]
     gc.collect()
     noise = [np.full(100_000, -1) for _ in range(20)]
 
     assert all(
-        (tensor.numpy() == number).all() for number, tensor in enumerate(tensors)
+        (tensor.numpy() == number).all()
+        for number, tensor in enumerate(tensors)
     )
     del noise
 
@@ -128,7 +135,9 @@ def test_tensor_maker_keeps_the_order_of_arrays_and_tensors(maker):
         leaves, kinds = [], rng.integers(0, 3, rng.integers(1, 12))
         for number, kind in enumerate(kinds):
             array = (
-                np.zeros((0, number)) if kind == 1 else np.full((2, 3), float(number))
+                np.zeros((0, number))
+                if kind == 1
+                else np.full((2, 3), float(number))
             )
             leaves.append(paddle.to_tensor(array) if kind == 2 else array)
         made = make(leaves, True)()
@@ -147,8 +156,12 @@ def test_tensor_maker_moves_host_tensors_to_the_device(
 ):
     maker, moved = queued(), []
     copied = maker._queue.copied
-    maker._queue.copied = lambda tensors: moved.extend(tensors) or copied(tensors)
-    mine = paddle.to_tensor(np.arange(6.0).reshape(2, 3), place=paddle.CPUPlace())
+    maker._queue.copied = lambda tensors: (
+        moved.extend(tensors) or copied(tensors)
+    )
+    mine = paddle.to_tensor(
+        np.arange(6.0).reshape(2, 3), place=paddle.CPUPlace()
+    )
     leaves = [np.arange(3), mine, np.zeros((0, 2)), mine * 2, np.float32([1])]
 
     found = maker(leaves, owned)()

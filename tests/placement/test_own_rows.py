@@ -52,7 +52,9 @@ def sharded(collate, mesh=TWO, workers=0, size=4, shard_dims="dp", **options):
     given = paddle.io.DataLoader(
         Pictures(), batch_size=size, collate_fn=collate, num_workers=workers
     )
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims=shard_dims, **options)
+    return paddle_shard.shard_dataloader(
+        given, mesh, shard_dims=shard_dims, **options
+    )
 
 
 def local(leaf):
@@ -73,7 +75,10 @@ def test_dense_field_is_what_was_made_of_the_ranks_own_samples(mesh, workers):
         for step, found in enumerate(steps):
             first = 4 * step + width * rank
             own = [data[index] for index in range(first, first + width)]
-            assert found == [*(leaf.numpy().tolist() for leaf in patches(own)), False]
+            assert found == [
+                *(leaf.numpy().tolist() for leaf in patches(own)),
+                False,
+            ]
 
 
 def test_own_rows_of_one_data_rank_are_taken_as_they_are():
@@ -81,7 +86,9 @@ def test_own_rows_of_one_data_rank_are_taken_as_they_are():
 
     assert batch[1].is_dist()
     assert list(batch[1].shape) == [1 + 2 + 3 + 1, 5]
-    assert list(next(iter(sharded(patches, REPLICAS, shard_dims=None)))[1].shape) == [
+    assert list(
+        next(iter(sharded(patches, REPLICAS, shard_dims=None)))[1].shape
+    ) == [
         7,
         5,
     ]
@@ -141,8 +148,11 @@ def test_data_that_is_split_already_is_taken_as_it_is():
 def test_own_rows_of_a_stream_are_made_of_a_whole_batch(workers, options):
     def collate(
         samples,
-    ):  # of the first two samples two patches each: half of them as many as there are samples
-        patches = [index for index in samples for _ in range(2 * (index % 4 < 2))]
+        # of the first two samples two patches each: half of them as many as there are samples
+    ):
+        patches = [
+            index for index in samples for _ in range(2 * (index % 4 < 2))
+        ]
         return [
             paddle.to_tensor(np.array(samples)),
             paddle.to_tensor(np.array(patches).reshape(-1, 1)),
@@ -152,7 +162,9 @@ def test_own_rows_of_a_stream_are_made_of_a_whole_batch(workers, options):
     given = paddle.io.DataLoader(
         stream, batch_size=4, collate_fn=collate, num_workers=workers
     )
-    batches = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options)
+    batches = paddle_shard.shard_dataloader(
+        given, ONE, shard_dims="dp", **options
+    )
 
     assert [[local(leaf) for leaf in batch] for batch in batches] == [
         [[0, 1, 2, 3], [[0], [0], [1], [1]]],
@@ -161,14 +173,20 @@ def test_own_rows_of_a_stream_are_made_of_a_whole_batch(workers, options):
 
 
 def test_own_rows_that_would_be_cut_are_refused():
-    for options in ({"dense_tensor_idx": DENSE}, {"placements": {1: "as read"}}):
+    for options in (
+        {"dense_tensor_idx": DENSE},
+        {"placements": {1: "as read"}},
+    ):
         loader = None
         with (
             simulated_rank(0),
             pytest.raises(BatchStructureError, match="a mesh of its own"),
         ):
             loader = sharded(
-                patches, [TWO, TWO, TWO], shard_dims=["dp", "dp", None], **options
+                patches,
+                [TWO, TWO, TWO],
+                shard_dims=["dp", "dp", None],
+                **options,
             )
             next(iter(loader))
         del loader
@@ -196,16 +214,25 @@ def test_dicts_of_each_sample_stay_local_or_are_refused(kind):
     size = 4
 
     def collate(samples):
-        return {"id": np.array([one["id"] for one in samples]), "metas": kind(samples)}
+        return {
+            "id": np.array([one["id"] for one in samples]),
+            "metas": kind(samples),
+        }
 
     def loader(mesh, **options):
-        given = paddle.io.DataLoader(Scenes(), batch_size=size, collate_fn=collate)
-        return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
+        given = paddle.io.DataLoader(
+            Scenes(), batch_size=size, collate_fn=collate
+        )
+        return paddle_shard.shard_dataloader(
+            given, mesh, shard_dims="dp", **options
+        )
 
     (batch, *_) = loader(ONE)
     assert [one["id"] for one in batch["metas"]] == list(range(size))
     with simulated_rank(1, 2):
-        batch = next(iter(loader(TWO, dense_tensor_idx=[[], list(range(size // 2))])))
+        batch = next(
+            iter(loader(TWO, dense_tensor_idx=[[], list(range(size // 2))]))
+        )
         assert [one["camera"].numpy()[0, 0] for one in batch["metas"]] == list(
             range(size // 2, size)
         )
@@ -244,7 +271,9 @@ def test_valid_covers_a_whole_batch_that_is_not_split(fields, ranks):
     ]
 
     def run():
-        loader = paddle_shard.shard_dataloader(items, REPLICAS if ranks == 2 else ONE)
+        loader = paddle_shard.shard_dataloader(
+            items, REPLICAS if ranks == 2 else ONE
+        )
         batches = iter(loader)
         found = [batches.valid._local_value().numpy().tolist() for _ in batches]
         return found, loader.stats.total.samples
@@ -261,14 +290,18 @@ def test_valid_covers_a_whole_batch_that_is_not_split(fields, ranks):
 def test_whole_batches_without_rows_are_refused(item, as_loader):
     """As if samples were batches: a stream or a list that no DataLoader makes batches of."""
     given = (
-        paddle.io.DataLoader([item] * 4, batch_size=None) if as_loader else [item] * 4
+        paddle.io.DataLoader([item] * 4, batch_size=None)
+        if as_loader
+        else [item] * 4
     )
     with simulated_rank(1, 2):
         with pytest.raises(
             BatchStructureError,
             match=r"each of 2 data ranks would get all of it. .* let a DataLoader",
         ):
-            next(iter(paddle_shard.shard_dataloader(given, TWO, shard_dims="dp")))
+            next(
+                iter(paddle_shard.shard_dataloader(given, TWO, shard_dims="dp"))
+            )
         assert len(list(paddle_shard.shard_dataloader(given, REPLICAS))) == 4, (
             "replicas are to have all of it"
         )

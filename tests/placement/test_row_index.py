@@ -16,23 +16,29 @@ MP_DP = mesh([[0, 1], [2, 3]], "mp", "dp")
 def numbered(samples):
     """Rows, their places, and two boxes for each: (place of the image, number of the box); one has -1."""
     places = np.arange(len(samples))
-    boxes = np.stack([np.repeat(places, 2), np.repeat(samples, 2)], axis=1).astype(
-        "float32"
-    )
+    boxes = np.stack(
+        [np.repeat(places, 2), np.repeat(samples, 2)], axis=1
+    ).astype("float32")
     boxes[0, 0] = -1
     return {"rows": np.array(samples), "index": places, "boxes": boxes}
 
 
 def steps_of(loader):
     return [
-        {key: np.array(local(leaf)) for key, leaf in batch.items()} for batch in loader
+        {key: np.array(local(leaf)) for key, leaf in batch.items()}
+        for batch in loader
     ]
 
 
 def given(workers=0, accumulation=1, stream=False, length=16):
-    data = paddle_shard.Stream.of(range(length)) if stream else Made(int, length)
+    data = (
+        paddle_shard.Stream.of(range(length)) if stream else Made(int, length)
+    )
     found = DataLoader(
-        data, batch_size=8 // accumulation, collate_fn=numbered, num_workers=workers
+        data,
+        batch_size=8 // accumulation,
+        collate_fn=numbered,
+        num_workers=workers,
     )
     found.batch_sampler._acc_steps = accumulation
     return found
@@ -47,7 +53,9 @@ def test_places_are_those_in_the_global_batch(over, options):
     tail = None if "stream" in options else "fill"
 
     def run():
-        return steps_of(sharded(given(**options), over, placements=SPLIT, tail=tail))
+        return steps_of(
+            sharded(given(**options), over, placements=SPLIT, tail=tail)
+        )
 
     ranks = on_each_rank(range(over.size), run)
     whole = steps_of(sharded(given(**options), ONE, tail=tail))
@@ -68,9 +76,9 @@ def test_places_are_those_in_the_global_batch(over, options):
 
 
 def test_stream_of_several_workers_counts_each_batch_once():
-    assert steps_of(sharded(given(stream=True, workers=2), ONE, placements=SPLIT))[1][
-        "index"
-    ].tolist() == [*range(8)]
+    assert steps_of(
+        sharded(given(stream=True, workers=2), ONE, placements=SPLIT)
+    )[1]["index"].tolist() == [*range(8)]
 
 
 @pytest.mark.parametrize("shape", [[2], [2, 3], [2, 1, 4]])
@@ -97,7 +105,9 @@ def said_of(data, caplog, collate_fn=numbered, **options):
     caplog.clear()
     with simulated_rank(1, 2):
         loader = sharded(
-            DataLoader(data, batch_size=4, collate_fn=collate_fn), DP2, **options
+            DataLoader(data, batch_size=4, collate_fn=collate_fn),
+            DP2,
+            **options,
         )
         for _ in (*loader, *loader):
             pass
@@ -122,7 +132,10 @@ def in_a_list(samples):
     """As `[[rows, index], labels]`; a row's first number could be a place."""
     made = numbered(samples)
     return {
-        "inputs": [np.stack([made["rows"] % 2, made["rows"]], axis=1), made["index"]],
+        "inputs": [
+            np.stack([made["rows"] % 2, made["rows"]], axis=1),
+            made["index"],
+        ],
         "labels": made["rows"],
     }
 
@@ -130,7 +143,9 @@ def in_a_list(samples):
 def test_row_index_of_a_list_field_is_named_by_position():
     def run(**options):
         loader = sharded(
-            DataLoader(Made(int), batch_size=4, collate_fn=in_a_list), DP2, **options
+            DataLoader(Made(int), batch_size=4, collate_fn=in_a_list),
+            DP2,
+            **options,
         )
         return [
             [np.array(local(leaf)).tolist() for leaf in batch["inputs"]]
@@ -157,5 +172,6 @@ def test_row_index_of_a_list_field_is_named_by_position():
     ]:
         with pytest.raises(PaddleShardError, match=told):
             on_each_rank(
-                range(2), lambda wanted=wanted: run(placements={"inputs": wanted})
+                range(2),
+                lambda wanted=wanted: run(placements={"inputs": wanted}),
             )

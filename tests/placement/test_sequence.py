@@ -66,7 +66,10 @@ def test_sequence_is_split_over_its_axis():
 def test_balanced_sequence_has_the_layout_of_ring_attention():
     got = first({"input_ids": {"dp": 0, "sep": Balanced(dim=1)}})
 
-    assert [got[rank][0] for rank in range(2)] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+    assert [got[rank][0] for rank in range(2)] == [
+        [[0, 1, 6, 7]],
+        [[2, 3, 4, 5]],
+    ]
     assert all(got[rank][1] == [2, 8] for rank in range(5))
 
 
@@ -85,7 +88,12 @@ def test_field_may_be_split_over_columns_only():
 def test_several_axes_on_one_dim_act_as_one():
     got = first({"input_ids": {"dp": 1, "sep": 1}})
 
-    assert [got[rank][0][0] for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [got[rank][0][0] for rank in range(4)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +119,11 @@ def test_several_axes_on_one_dim_act_as_one():
             ArgumentError,
             "both plainly and Balanced",
         ),
-        ({"input_ids": "sep"}, ArgumentError, "placements must map a field's key"),
+        (
+            {"input_ids": "sep"},
+            ArgumentError,
+            "placements must map a field's key",
+        ),
         (
             {"ids": {"sep": 1}},
             BatchStructureError,
@@ -137,7 +149,9 @@ def test_sequence_that_cannot_be_cut_is_refused_with_sizes():
         first({"input_ids": {"dp": 0, "sep": Balanced(dim=1)}}, length=6)
 
 
-@pytest.mark.parametrize("kind", ["plain", "rows", "transposed by the collate_fn"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "rows", "transposed by the collate_fn"]
+)
 def test_sequence_cut_gives_contiguous_local_tensors(
     kind,
 ):
@@ -150,7 +164,11 @@ def test_sequence_cut_gives_contiguous_local_tensors(
     placements = (
         None
         if kind == "rows"
-        else {"input_ids": {"dp": 0} if "transposed" in kind else {"dp": 0, "sep": 1}}
+        else {
+            "input_ids": {"dp": 0}
+            if "transposed" in kind
+            else {"dp": 0, "sep": 1}
+        }
     )
 
     def run():

@@ -33,8 +33,12 @@ def halves(number):
     data=st.data(),
     order=st.randoms(),
 )
-def test_assign_rows_assigns_each_once_and_never_worse(ranks, each, data, order):
-    rows = data.draw(st.lists(numbers, min_size=ranks * each, max_size=ranks * each))
+def test_assign_rows_assigns_each_once_and_never_worse(
+    ranks, each, data, order
+):
+    rows = data.draw(
+        st.lists(numbers, min_size=ranks * each, max_size=ranks * each)
+    )
     costs = np.array(rows, float)
     dealt = assign_rows(costs, ranks)
 
@@ -58,7 +62,8 @@ def test_assign_rows_to_two_ranks_is_near_the_best(rows):
     best = min(heaviest(costs, way) for way in halves(len(costs)))
 
     assert (
-        heaviest(costs, assign_rows(costs, 2).reshape(2, -1)) <= 7 / 6 * best + 1e-5
+        heaviest(costs, assign_rows(costs, 2).reshape(2, -1))
+        <= 7 / 6 * best + 1e-5
     )  # Graham's bound for two
 
 

@@ -15,7 +15,8 @@ schedules = st.lists(
     unique_by=lambda entry: entry[0],
 ).map(
     lambda entries: tuple(
-        (first if at else 0, size) for at, (first, size) in enumerate(sorted(entries))
+        (first if at else 0, size)
+        for at, (first, size) in enumerate(sorted(entries))
     )
 )
 
@@ -38,7 +39,9 @@ def batches_of(segments, at, end):
     schedule=((0, 8), (25, 4), (26, 8)), length=50, epochs=1
 )  # two entries inside one batch
 @given(schedule=schedules, length=st.integers(1, 80), epochs=st.integers(1, 4))
-def test_batch_sizes_are_those_due_when_a_batch_begins(schedule, length, epochs):
+def test_batch_sizes_are_those_due_when_a_batch_begins(
+    schedule, length, epochs
+):
     for epoch in range(epochs):
         segments = BatchSizes(schedule).segments(
             origin=epoch * length, position=0, end=length
@@ -75,5 +78,7 @@ def test_batch_sizes_after_a_resume_are_those_without_it(
     "entries", [(), ((1, 4),), ((0, 4), (0, 8)), ((0, 4), (9, 8), (5, 8))]
 )
 def test_batch_sizes_begin_at_0_and_ascend(entries):
-    with pytest.raises(ArgumentError, match="must begin at sample 0 and ascend"):
+    with pytest.raises(
+        ArgumentError, match="must begin at sample 0 and ascend"
+    ):
         BatchSizes(entries)

@@ -48,8 +48,16 @@ def num_parts(n, blocks, width):
 @example(
     n=41, blocks=Blocks(size=40, window=1), width=64, epoch=0, data=None
 )  # a block of one, no whole row
-@example(n=300, blocks=Blocks(size=10**18, window=10**18), width=1, epoch=0, data=None)
-def test_block_order_is_a_bijection_with_its_inverse(n, blocks, width, epoch, data):
+@example(
+    n=300,
+    blocks=Blocks(size=10**18, window=10**18),
+    width=1,
+    epoch=0,
+    data=None,
+)
+def test_block_order_is_a_bijection_with_its_inverse(
+    n, blocks, width, epoch, data
+):
     order, positions = BlockOrder(n, blocks, width, 0, epoch), np.arange(n)
     samples = order(positions)
 
@@ -57,13 +65,19 @@ def test_block_order_is_a_bijection_with_its_inverse(n, blocks, width, epoch, da
     assert order.inverse(samples).tolist() == positions.tolist()
     assert order(order.inverse(positions)).tolist() == positions.tolist()
     if data is not None:
-        start, stop = sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
-        assert order.between(start, stop).tolist() == samples[start:stop].tolist()
+        start, stop = sorted(
+            data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))
+        )
+        assert (
+            order.between(start, stop).tolist() == samples[start:stop].tolist()
+        )
         some = np.array(
             data.draw(st.lists(st.integers(0, n - 1), max_size=9)), np.int64
         )
         assert order(some).tolist() == samples[some].tolist()
-        assert order.inverse(some).tolist() == np.argsort(samples)[some].tolist()
+        assert (
+            order.inverse(some).tolist() == np.argsort(samples)[some].tolist()
+        )
 
 
 def test_block_order_is_a_bijection_for_lengths_up_to_300():
@@ -86,13 +100,20 @@ def test_block_order_with_several_tables_is_a_bijection():
 @settings(max_examples=trials(30))
 @given(
     n=st.one_of(st.integers(2**40 - 3, 2**40 + 3), st.integers(1, 2**62)),
-    blocks=st.builds(Blocks, size=st.integers(1, 10**13), window=st.integers(1, 100)),
+    blocks=st.builds(
+        Blocks, size=st.integers(1, 10**13), window=st.integers(1, 100)
+    ),
     width=st.integers(1, 5000),
     starts=st.lists(st.integers(0, 2**62), min_size=1, max_size=3),
 )
-@example(n=2**62, blocks=Blocks(size=1, window=1), width=64, starts=[0, 2**62 - 50])
 @example(
-    n=2**62, blocks=Blocks(size=2**62 - 1, window=2), width=64, starts=[0, 2**62 - 50]
+    n=2**62, blocks=Blocks(size=1, window=1), width=64, starts=[0, 2**62 - 50]
+)
+@example(
+    n=2**62,
+    blocks=Blocks(size=2**62 - 1, window=2),
+    width=64,
+    starts=[0, 2**62 - 50],
 )
 @example(
     n=2**62,
@@ -135,7 +156,9 @@ def test_block_order_keeps_shapes_also_of_nothing():
         == (2, 3)
     )
     assert (
-        order.between(5, 5).shape == order.inverse(np.empty(0, np.int64)).shape == (0,)
+        order.between(5, 5).shape
+        == order.inverse(np.empty(0, np.int64)).shape
+        == (0,)
     )
 
 
@@ -143,7 +166,9 @@ def test_block_order_of_version_1_does_not_change():
     # A run that was saved is resumed in this order: a change here needs another VERSION.
     assert VERSION == 1
     assert (
-        BlockOrder(10, Blocks(size=3, window=2), 2, 0, 0).between(0, 10).tolist()
+        BlockOrder(10, Blocks(size=3, window=2), 2, 0, 0)
+        .between(0, 10)
+        .tolist()
         == GOLDEN[10]
     )
     assert (
@@ -175,7 +200,8 @@ def opened(plan, blocks, epoch, steps):
             block
             for step in steps
             for block in (
-                plan.indices(epoch=epoch, step=step, data_rank=rank) // blocks.size
+                plan.indices(epoch=epoch, step=step, data_rank=rank)
+                // blocks.size
             ).tolist()
         }
         for rank in range(plan.num_data_ranks)
@@ -221,7 +247,9 @@ def test_block_order_shares_blocks_at_borders_only(
     }
     assert len(shared) <= (data_ranks - 1 if divides else n)
     # A block that several share holds a border between each two of them, so no block costs more than its borders.
-    assert not divides or openings <= len(set().union(*of_rank)) + data_ranks - 1
+    assert (
+        not divides or openings <= len(set().union(*of_rank)) + data_ranks - 1
+    )
 
 
 def test_block_order_opens_few_blocks_of_a_part_at_a_time():
@@ -242,7 +270,10 @@ def test_block_order_opens_few_blocks_of_a_part_at_a_time():
             block: np.flatnonzero(rows[:, part] == block)
             for block in set(rows[:, part].tolist())
         }
-        assert max(steps[-1] - steps[0] for steps in steps_of.values()) < window * size
+        assert (
+            max(steps[-1] - steps[0] for steps in steps_of.values())
+            < window * size
+        )
         open_at = [
             sum(steps[0] <= step <= steps[-1] for steps in steps_of.values())
             for step in range(0, 1000, 10)
@@ -254,7 +285,9 @@ def test_full_shuffle_opens_every_block_on_every_data_rank():
     n, blocks = 16_000, Blocks(size=100, window=4)
     of = {
         name: opened(
-            ShardPlan(num_samples=n, batch_size=64, num_data_ranks=8, shuffle=shuffle),
+            ShardPlan(
+                num_samples=n, batch_size=64, num_data_ranks=8, shuffle=shuffle
+            ),
             blocks,
             0,
             range(250),
@@ -269,7 +302,9 @@ def test_full_shuffle_opens_every_block_on_every_data_rank():
 @given(
     n=st.integers(1, 5000),
     blocks=blocks,
-    width=st.integers(1, 300).flatmap(lambda w: st.sampled_from([w, 2 * w, 64])),
+    width=st.integers(1, 300).flatmap(
+        lambda w: st.sampled_from([w, 2 * w, 64])
+    ),
 )
 def test_num_parts_is_the_most_that_divide_a_micro_batch(n, blocks, width):
     parts, most = num_parts(n, blocks, width), min(64, -(-n // blocks.size))
@@ -285,7 +320,10 @@ def test_num_parts_is_the_most_that_divide_a_micro_batch(n, blocks, width):
 @cache
 def orders(n, blocks, width, keys):
     return np.array(
-        [BlockOrder(n, blocks, width, 5, epoch).between(0, n) for epoch in range(keys)]
+        [
+            BlockOrder(n, blocks, width, 5, epoch).between(0, n)
+            for epoch in range(keys)
+        ]
     )
 
 
@@ -361,7 +399,9 @@ def test_block_plan_keeps_its_order_with_another_batch_size(
         for step in range(state.steps, upto):
             first = plan.first_position(step=step)
             order = plan.samples(
-                epoch=1, first=first, end=min(n, first + plan.num_rows(step=step))
+                epoch=1,
+                first=first,
+                end=min(n, first + plan.num_rows(step=step)),
             ).tolist()
             delivered += order
             for rank in range(data_ranks):
@@ -417,7 +457,10 @@ def test_block_plan_covers_every_sample_once(n, blocks, data_ranks, multiple):
 def test_block_plan_of_any_length_is_disjoint_by_samples():
     check_some_steps(
         ShardPlan(
-            num_samples=2**40 + 1, batch_size=96, num_data_ranks=8, shuffle="blocks"
+            num_samples=2**40 + 1,
+            batch_size=96,
+            num_data_ranks=8,
+            shuffle="blocks",
         )
     )
 
@@ -437,7 +480,9 @@ def test_block_plan_does_not_depend_on_who_reads_it():
 
 
 def test_blocks_by_name_are_the_default_blocks():
-    named = ShardPlan(num_samples=10, batch_size=2, num_data_ranks=1, shuffle="blocks")
+    named = ShardPlan(
+        num_samples=10, batch_size=2, num_data_ranks=1, shuffle="blocks"
+    )
 
     assert named == ShardPlan(
         num_samples=10, batch_size=2, num_data_ranks=1, shuffle=Blocks()

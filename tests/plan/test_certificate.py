@@ -40,7 +40,9 @@ def samples(first, end):
 
 def judged(*of_ranks):
     """Each is what a rank has delivered itself, or that after what it knows."""
-    accounts = [one if isinstance(one, tuple) else ({}, one) for one in of_ranks]
+    accounts = [
+        one if isinstance(one, tuple) else ({}, one) for one in of_ranks
+    ]
     return certify(accounts, 0, PLAN, ())
 
 
@@ -55,7 +57,11 @@ def test_certify_adds_ranges_of_different_meshes():
 
     assert certificate.exact, certificate
     assert str(certificate) == "epoch 0: each of 100 samples exactly once"
-    assert (certificate.delivered, certificate.missed, certificate.repeated) == (
+    assert (
+        certificate.delivered,
+        certificate.missed,
+        certificate.repeated,
+    ) == (
         100,
         0,
         0,
@@ -112,19 +118,37 @@ def test_certify_compares_replicas_over_several_iterators():
 @pytest.mark.parametrize(
     ("legs", "text", "counts"),
     [
-        ([(0, 60), (70, 100)], "positions [60, 70) were not delivered", (90, 10, 0)),
-        ([(0, 60), (50, 100)], "positions [50, 60) were delivered again", (110, 0, 10)),
+        (
+            [(0, 60), (70, 100)],
+            "positions [60, 70) were not delivered",
+            (90, 10, 0),
+        ),
+        (
+            [(0, 60), (50, 100)],
+            "positions [50, 60) were delivered again",
+            (110, 0, 10),
+        ),
         ([(10, 100)], "positions [0, 10) were not delivered", (90, 10, 0)),
-        ([(0, 90)], "90 of 100 samples delivered once, 10 to come", (90, 10, 0)),
+        (
+            [(0, 90)],
+            "90 of 100 samples delivered once, 10 to come",
+            (90, 10, 0),
+        ),
         ([], "0 of 100 samples delivered once, 100 to come", (0, 100, 0)),
     ],
 )
 def test_certify_counts_gaps_and_overlaps(legs, text, counts):
-    certificate = judged(added(*(leg(samples(*stretch), *stretch) for stretch in legs)))
+    certificate = judged(
+        added(*(leg(samples(*stretch), *stretch) for stretch in legs))
+    )
 
     assert not certificate.exact
     assert text in str(certificate)
-    assert (certificate.delivered, certificate.missed, certificate.repeated) == counts
+    assert (
+        certificate.delivered,
+        certificate.missed,
+        certificate.repeated,
+    ) == counts
 
 
 def test_miss_and_repeats_that_cancel_in_a_plain_sum_are_found():
@@ -173,9 +197,12 @@ def test_certify_raises_no_alarm_for_what_is_not_known():
         "epoch 0: not proved that each of 100 samples was delivered exactly once: what"
     )
     twice = judged(
-        (before, rest[0]), (before, leg([*samples(40, 100)[2::2], 0], 40, 100, 1, 2))
+        (before, rest[0]),
+        (before, leg([*samples(40, 100)[2::2], 0], 40, 100, 1, 2)),
     )
-    assert str(twice).startswith("epoch 0: NOT each of 100 samples exactly once: ")
+    assert str(twice).startswith(
+        "epoch 0: NOT each of 100 samples exactly once: "
+    )
 
 
 def test_merged_again_changes_nothing():
@@ -186,11 +213,18 @@ def test_merged_again_changes_nothing():
     assert list(found) == [ALL]
     assert found[ALL].once == ((0, 100),)
     assert merged([(found, {})] * 2) == (found, [])
-    assert account_from_json(json.loads(json.dumps(account_to_json(found)))) == found
+    assert (
+        account_from_json(json.loads(json.dumps(account_to_json(found))))
+        == found
+    )
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 90), st.integers(1, 30)), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(st.integers(0, 90), st.integers(1, 30)),
+        min_size=1,
+        max_size=8,
+    ),
     st.randoms(),
 )
 def test_added_is_the_same_in_any_order(stretches, rng):
@@ -199,7 +233,9 @@ def test_added_is_the_same_in_any_order(stretches, rng):
     legs = [leg(samples(*stretch), *stretch) for stretch in ends]
     cut = rng.randrange(len(legs) + 1)
     parts = added(*legs[:cut]), added(*legs[cut:])
-    times = Counter(position for stretch in ends for position in range(*stretch))
+    times = Counter(
+        position for stretch in ends for position in range(*stretch)
+    )
     found = judged(added(*legs))
 
     assert added(*parts) == added(*parts[::-1]) == added(*legs)
@@ -207,7 +243,11 @@ def test_added_is_the_same_in_any_order(stretches, rng):
         100 - len(times),
         times.total() - len(times),
     )
-    again = {p for first, end in added(*legs)[0, 1, 0].again for p in range(first, end)}
+    again = {
+        p
+        for first, end in added(*legs)[0, 1, 0].again
+        for p in range(first, end)
+    }
     assert again == {position for position, count in times.items() if count > 1}
     assert found.exact == (list(times.values()) == [1] * 100)
 
@@ -241,7 +281,9 @@ def test_total_of_ids_of_any_type():
 
 
 def drawn(ids, first, end):
-    return {DRAWN: Delivered(((first, end),), (), total_of(list(ids), end - first))}
+    return {
+        DRAWN: Delivered(((first, end),), (), total_of(list(ids), end - first))
+    }
 
 
 def of_a_sampler(*accounts, end=6):
@@ -260,7 +302,9 @@ def test_certify_expects_what_a_sampler_drew_as_often():
         str(of_a_sampler(*ranks))
         == "epoch 0: each of 6 draws of a Sampler exactly once"
     )
-    assert "has not ended after position 6" in str(of_a_sampler(*ranks, end=None))
+    assert "has not ended after position 6" in str(
+        of_a_sampler(*ranks, end=None)
+    )
     assert "delivered once, 2 to come" in str(of_a_sampler(*ranks, end=8))
     wrong = {}, leg([1, 2, 7], 0, 6, 1, 2) | all_of_it
     assert "some samples were missed and as many repeated" in str(

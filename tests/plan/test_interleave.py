@@ -20,7 +20,9 @@ PARTS = st.lists(
 
 def prefixes(parts, length):
     """How often each source is drawn in every prefix: [length + 1, number of sources]."""
-    sources, draws = WeightedInterleave(tuple(parts)).sources_at(np.arange(length))
+    sources, draws = WeightedInterleave(tuple(parts)).sources_at(
+        np.arange(length)
+    )
     counts = np.zeros((length + 1, len(parts)), np.int64)
     counts[np.arange(1, length + 1), sources] = 1
     counts = np.cumsum(counts, axis=0)
@@ -36,11 +38,15 @@ def prefixes(parts, length):
 @example(parts=[0, 3, 0])
 @example(parts=[1] * 39 + [10_000])
 def test_interleave_is_within_tijdemans_bound_at_every_prefix(parts):
-    num, length = sum(part > 0 for part in parts), min(2 * sum(parts) + 3, 20_000)
+    num, length = (
+        sum(part > 0 for part in parts),
+        min(2 * sum(parts) + 3, 20_000),
+    )
     bound = 1 - Fraction(1, 2 * num - 2) if num > 1 else Fraction(0)
 
     off = np.abs(
-        prefixes(parts, length) * sum(parts) - np.outer(np.arange(length + 1), parts)
+        prefixes(parts, length) * sum(parts)
+        - np.outer(np.arange(length + 1), parts)
     )
 
     assert Fraction(int(off.max()), sum(parts)) <= bound
@@ -66,7 +72,9 @@ def test_interleave_is_periodic_and_exact_after_each_period(parts):
     chunk=st.integers(1, 3000),
     data=st.data(),
 )
-def test_interleave_knows_any_position_without_those_before(parts, start, chunk, data):
+def test_interleave_knows_any_position_without_those_before(
+    parts, start, chunk, data
+):
     straight = WeightedInterleave(tuple(parts))
     positions = start + np.array(
         data.draw(st.lists(st.integers(0, 50_000), max_size=20)), np.int64
@@ -75,7 +83,8 @@ def test_interleave_knows_any_position_without_those_before(parts, start, chunk,
         patch.setattr(module, "CHUNK", chunk)
         asked = WeightedInterleave(tuple(parts))
         found = [
-            asked.sources_at(positions[at : at + 1]) for at in range(len(positions))
+            asked.sources_at(positions[at : at + 1])
+            for at in range(len(positions))
         ]
 
     sources, draws = straight.sources_at(positions)
@@ -102,10 +111,14 @@ def test_interleave_may_be_shared_by_threads():
             with ThreadPoolExecutor(4) as pool:
                 found = list(
                     pool.map(
-                        lambda _, one=shared: one.sources_at(np.arange(sum(parts)))[0],
+                        lambda _, one=shared: one.sources_at(
+                            np.arange(sum(parts))
+                        )[0],
                         range(4),
                     )
                 )
-            assert [np.array_equal(one, expected) for one in found] == [True] * 4
+            assert [np.array_equal(one, expected) for one in found] == [
+                True
+            ] * 4
     finally:
         sys.setswitchinterval(before)

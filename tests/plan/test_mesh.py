@@ -48,7 +48,9 @@ def test_data_rank_of_several_axes_is_in_the_order_of_the_mesh(drawn):
     )
 
     for data_rank, row in enumerate(rows):
-        assert {layout.data_rank(int(rank), axes) for rank in row} == {data_rank}
+        assert {layout.data_rank(int(rank), axes) for rank in row} == {
+            data_rank
+        }
 
 
 def test_data_rank_without_a_data_axis_is_0():
@@ -103,7 +105,9 @@ def test_axis_indices_names_an_axis_that_is_not_there(axes, text):
     ],
 )
 def test_mesh_layout_rejects_what_is_no_mesh(shape, axes, ids):
-    with pytest.raises(ArgumentError, match=r"a mesh needs different axes.*got Mesh"):
+    with pytest.raises(
+        ArgumentError, match=r"a mesh needs different axes.*got Mesh"
+    ):
         mesh(shape, axes, ids)
 
 

@@ -89,7 +89,9 @@ def test_mixture_bounds_of_the_segments_add_up(mixing, num):
             for sofar, weight in zip(share, now.weights, strict=True)
         ]
         counts[drawn[position]] += 1
-        off = max(abs(sofar - counts[source]) for source, sofar in enumerate(share))
+        off = max(
+            abs(sofar - counts[source]) for source, sofar in enumerate(share)
+        )
         assert off <= bound
 
 
@@ -100,7 +102,9 @@ def test_mixture_bounds_of_the_segments_add_up(mixing, num):
     num=st.integers(1, 300),
     length=st.integers(1, 300),
 )
-def test_mixture_is_one_sequence_for_any_length_of_epochs(mixing, seed, num, length):
+def test_mixture_is_one_sequence_for_any_length_of_epochs(
+    mixing, seed, num, length
+):
     assert run(mixing, seed, num, length=length) == run(mixing, seed, num)
 
 
@@ -112,7 +116,9 @@ def test_mixture_is_one_sequence_for_any_length_of_epochs(mixing, seed, num, len
     length=st.integers(1, 120),
     data=st.data(),
 )
-def test_mixture_order_finds_every_occurrence(mixing, seed, epoch, length, data):
+def test_mixture_order_finds_every_occurrence(
+    mixing, seed, epoch, length, data
+):
     order = mixing.order(length, seed, epoch, 1)
     ids = order(np.arange(length))
 
@@ -148,12 +154,16 @@ def test_drawn_of_counts_what_was_drawn(mixing, at):
 
 @settings(max_examples=trials(150))
 @given(mixing=mixings(most=1), every=st.booleans())
-@example(mixing=Mixing(("web", "code"), (70, 30), (Segment(0, (7, 3)),)), every=False)
+@example(
+    mixing=Mixing(("web", "code"), (70, 30), (Segment(0, (7, 3)),)), every=False
+)
 def test_num_positions_to_read_is_the_first_or_every_length(mixing, every):
     (segment,), lengths = mixing.segments, mixing.lengths
     num = num_positions_to_read(segment.weights, lengths, every=every)
     drawn = Counter(source for source, _ in run(mixing, 0, num))
-    selected = [source for source, weight in enumerate(segment.weights) if weight]
+    selected = [
+        source for source, weight in enumerate(segment.weights) if weight
+    ]
     full = [drawn[source] >= lengths[source] for source in selected]
     assert all(full) if every else any(full)
     # The share decides: one position earlier no (not every) share had reached its length.
@@ -173,7 +183,9 @@ def test_num_positions_to_read_is_the_first_or_every_length(mixing, every):
     tail=st.sampled_from(["pad", "fill", "drop"]),
     epoch=st.integers(0, 2),
 )
-def test_mixture_plan_delivers_each_draw_once(mixing, num_samples, ranks, tail, epoch):
+def test_mixture_plan_delivers_each_draw_once(
+    mixing, num_samples, ranks, tail, epoch
+):
     plan = ShardPlan(
         num_samples=num_samples,
         batch_size=8,
@@ -199,7 +211,9 @@ def test_mixture_plan_delivers_each_draw_once(mixing, num_samples, ranks, tail, 
 def test_mixture_of_a_thousand_sources_is_shuffled():
     lengths = tuple(np.random.default_rng(0).integers(1, 10**6, 1000).tolist())
     weights = tuple(max(1, length * 1000 // sum(lengths)) for length in lengths)
-    mixing = Mixing(tuple(map(str, range(1000))), lengths, (Segment(0, weights),))
+    mixing = Mixing(
+        tuple(map(str, range(1000))), lengths, (Segment(0, weights),)
+    )
     order = mixing.order(10**9, 7, 0, 1)
     positions = range(500_000_000, 500_000_256)
     ids = order.between(positions.start, positions.stop).tolist()
@@ -214,7 +228,9 @@ def test_mixture_rejects_an_epoch_past_the_limit():
         mixing.order(10, 0, 1 << 50, 1)
 
 
-@pytest.mark.parametrize("sample", ["a", ("b", 0), ("a", 7), ("a", -1), ("a", "0"), 3])
+@pytest.mark.parametrize(
+    "sample", ["a", ("b", 0), ("a", 7), ("a", -1), ("a", "0"), 3]
+)
 def test_mixture_rejects_a_sample_that_it_does_not_have(sample):
     with pytest.raises(ArgumentError, match="sample of a mixture must be"):
         Mixing(("a",), (7,), (Segment(0, (1,)),)).numbers_of(sample)

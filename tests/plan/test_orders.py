@@ -55,7 +55,10 @@ SIZES = {
 def test_order_is_a_bijection_however_it_is_read(
     ordering, length, seed, epoch, width, data
 ):
-    order, positions = ordering.order(length, seed, epoch, width), np.arange(length)
+    order, positions = (
+        ordering.order(length, seed, epoch, width),
+        np.arange(length),
+    )
     start = data.draw(st.integers(0, length))
     stop = data.draw(st.integers(start, length))
 
@@ -82,7 +85,9 @@ def test_order_of_a_length_that_no_table_can_hold_is_exact(
     ordering, length, seed, epoch, data
 ):
     order = ordering.order(length, seed, epoch, 12)
-    start = length // 3 if data is None else data.draw(st.integers(0, length - 1))
+    start = (
+        length // 3 if data is None else data.draw(st.integers(0, length - 1))
+    )
     positions = np.unique(
         np.minimum(start + np.array([0, 1, 2, 5, 300, 5000]), length - 1)
     )
@@ -94,12 +99,18 @@ def test_order_of_a_length_that_no_table_can_hold_is_exact(
     assert len(set(samples.tolist())) == len(positions)
     assert (order.inverse(samples) == positions).all()
     stop = min(start + 40, length)
-    assert order.between(start, stop).tolist() == order(np.arange(start, stop)).tolist()
+    assert (
+        order.between(start, stop).tolist()
+        == order(np.arange(start, stop)).tolist()
+    )
 
 
 @pytest.mark.parametrize("ordering", EVERY, ids=repr)
 def test_order_keeps_the_shape_of_its_argument(ordering):
-    order, positions = ordering.order(24, 0, 0, 4), np.arange(24).reshape(2, 3, 4)
+    order, positions = (
+        ordering.order(24, 0, 0, 4),
+        np.arange(24).reshape(2, 3, 4),
+    )
 
     assert order(positions).shape == order.inverse(positions).shape == (2, 3, 4)
     assert (order(positions).reshape(-1) == order(np.arange(24))).all()
@@ -123,8 +134,12 @@ def test_order_that_changes_each_epoch_differs_by_seed(ordering):
 def test_order_has_every_setting_in_its_fingerprint(ordering):
     asked = {"num_data_ranks": 2, "accumulation": 1}
     for setting in fields_of(ordering):
-        other = replace(ordering, **{setting.name: getattr(ordering, setting.name) + 1})
-        assert other.fingerprint(**asked) != ordering.fingerprint(**asked), setting.name
+        other = replace(
+            ordering, **{setting.name: getattr(ordering, setting.name) + 1}
+        )
+        assert other.fingerprint(**asked) != ordering.fingerprint(**asked), (
+            setting.name
+        )
 
 
 @pytest.mark.parametrize("ordering", EVERY, ids=repr)
@@ -137,11 +152,14 @@ def test_order_of_every_short_length_is_a_bijection(ordering):
 @pytest.mark.parametrize("ordering", EVERY, ids=repr)
 def test_order_changes_each_epoch_as_it_says(ordering):
     first, second = (
-        ordering.order(200, 0, epoch, 8)(np.arange(200)).tolist() for epoch in range(2)
+        ordering.order(200, 0, epoch, 8)(np.arange(200)).tolist()
+        for epoch in range(2)
     )
 
     assert (first != second) == (ordering.name not in FIXED)
-    assert (first == sorted(first)) == (ordering.name in (False, "paddle unshuffled"))
+    assert (first == sorted(first)) == (
+        ordering.name in (False, "paddle unshuffled")
+    )
 
 
 @dataclass(frozen=True)
@@ -177,9 +195,13 @@ def check_that_states_tell_orders_apart(orderings, sizes):
         for plan in plans
     ]
     fingerprints = [plan.fingerprint() for plan in plans]
-    for one, order, fingerprint in zip(plans, orders, fingerprints, strict=True):
+    for one, order, fingerprint in zip(
+        plans, orders, fingerprints, strict=True
+    ):
         saved = LoaderState(fingerprint=fingerprint).to_dict()
-        for other, its_order, now in zip(plans, orders, fingerprints, strict=True):
+        for other, its_order, now in zip(
+            plans, orders, fingerprints, strict=True
+        ):
             try:
                 LoaderState.from_dict(saved, now)
             except StateError:
@@ -202,14 +224,20 @@ def test_order_of_a_state_rejects_another_order(shuffle):
         for f in fields_of(ordering)
     ]
 
-    check_that_states_tell_orders_apart([ordering, *other_values, *EVERY], SIZE_PAIRS)
+    check_that_states_tell_orders_apart(
+        [ordering, *other_values, *EVERY], SIZE_PAIRS
+    )
 
 
 @pytest.mark.parametrize("shuffle", ALL + UNNAMED, ids=repr)
 def test_order_of_a_state_rejects_another_seed(shuffle):
     saved, now = (
         ShardPlan(
-            num_samples=60, batch_size=12, num_data_ranks=2, shuffle=shuffle, seed=seed
+            num_samples=60,
+            batch_size=12,
+            num_data_ranks=2,
+            shuffle=shuffle,
+            seed=seed,
         ).fingerprint()
         for seed in (1, 2)
     )
@@ -220,10 +248,14 @@ def test_order_of_a_state_rejects_another_seed(shuffle):
 
 def test_order_with_a_setting_outside_its_fingerprint_is_found():
     with pytest.raises(AssertionError, match="is resumed as"):
-        check_that_states_tell_orders_apart([Forgetful(0), Forgetful(1)], SIZE_PAIRS)
+        check_that_states_tell_orders_apart(
+            [Forgetful(0), Forgetful(1)], SIZE_PAIRS
+        )
 
 
-@pytest.mark.parametrize("shuffle", ["yes", "paddle unshuffled", None, 2, 1.0, [1]])
+@pytest.mark.parametrize(
+    "shuffle", ["yes", "paddle unshuffled", None, 2, 1.0, [1]]
+)
 def test_find_ordering_names_the_orders_there_are(shuffle):
     names = ", ".join(map(repr, ORDERINGS))
     with pytest.raises(

@@ -45,7 +45,9 @@ KINDS = {
         drawn.integers(3000, 3500, num),
         drawn.integers(100, 700, num),
     ),
-    "heavy tail": lambda drawn, num, length: np.minimum(drawn.zipf(1.5, num), length),
+    "heavy tail": lambda drawn, num, length: np.minimum(
+        drawn.zipf(1.5, num), length
+    ),
 }
 
 
@@ -70,7 +72,9 @@ def test_packing_pads_log_normal_lengths_by_at_most_0_3_percent():
 @settings(max_examples=trials(200))
 @given(
     lengths=st.lists(
-        st.one_of(st.integers(0, 12), st.integers(0, 100)), min_size=1, max_size=120
+        st.one_of(st.integers(0, 12), st.integers(0, 100)),
+        min_size=1,
+        max_size=120,
     ).filter(any),
     length=st.integers(1, 20),
     window=st.sampled_from([1, 3, 16, 4096]),
@@ -84,9 +88,13 @@ def test_packing_puts_every_token_in_one_row_once(lengths, length, window):
         pieces = packing.pieces(row)
         assert 1 <= sum(piece.end - piece.first for piece in pieces) <= length
         assert len(pieces) <= packing.most_pieces
-        assert pieces == sorted(pieces, key=lambda piece: (piece.document, piece.first))
+        assert pieces == sorted(
+            pieces, key=lambda piece: (piece.document, piece.first)
+        )
         for piece in pieces:
-            assert piece.first % length == 0, "a long document is cut at whole rows"
+            assert piece.first % length == 0, (
+                "a long document is cut at whole rows"
+            )
             for token in range(piece.first, piece.end):
                 seen[piece.document][token] += 1
 
@@ -102,7 +110,10 @@ def test_packing_puts_every_token_in_one_row_once(lengths, length, window):
 
 def test_packing_is_a_function_of_the_lengths_alone():
     lengths = log_normal(np.random.default_rng(0), 9000, 4096)
-    one, other = Packing(lengths, 4096), Packing(lengths.astype(np.int32).copy(), 4096)
+    one, other = (
+        Packing(lengths, 4096),
+        Packing(lengths.astype(np.int32).copy(), 4096),
+    )
 
     assert [one.pieces(row) for row in range(one.num_rows)] == [
         other.pieces(row) for row in range(other.num_rows)
@@ -114,14 +125,18 @@ def test_packing_window_has_consecutive_documents():
     packing = Packing(lengths, 4096, window=100)
 
     for row in range(packing.num_rows):
-        assert len({piece.document // 100 for piece in packing.pieces(row)}) == 1
+        assert (
+            len({piece.document // 100 for piece in packing.pieces(row)}) == 1
+        )
 
 
 def test_packing_time_grows_with_the_documents():
     lengths = log_normal(np.random.default_rng(0), 160_000, 4096)
 
     def seconds(num):
-        return min(_timed(lambda: Packing(lengths[:num], 4096)) for _ in range(3))
+        return min(
+            _timed(lambda: Packing(lengths[:num], 4096)) for _ in range(3)
+        )
 
     assert any(seconds(160_000) < 3 * 16 * seconds(10_000) for _ in range(5))
 

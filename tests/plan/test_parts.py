@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError, BatchSizeError
 from paddle_shard.plan.partition import slice_rows
-from paddle_shard.plan.parts import MAX_PARTS, PartsPlan, choose_num_parts, chunks_of
+from paddle_shard.plan.parts import (
+    MAX_PARTS,
+    PartsPlan,
+    choose_num_parts,
+    chunks_of,
+)
 from paddle_shard.plan.tails import STREAM_TAILS
 from tests.trials import trials
 
@@ -35,7 +40,9 @@ def plans(draw, **fixed):
 def test_parts_plan_gives_each_row_to_one_part(plan):
     rows = [plan.rows_of((part,)).tolist() for part in range(plan.num_parts)]
 
-    assert sorted(row for part in rows for row in part) == list(range(plan.batch_size))
+    assert sorted(row for part in rows for row in part) == list(
+        range(plan.batch_size)
+    )
     assert {len(part) for part in rows} == {plan.samples_per_part}
 
 
@@ -50,14 +57,18 @@ def test_parts_plan_has_parts_in_order_in_a_micro_batch(plan):
         found = [part_of[row] for row in range(first, first + plan.micro_rows)]
 
         assert found == sorted(found)
-        assert {found.count(part) for part in range(plan.num_parts)} == {plan.stripe}
+        assert {found.count(part) for part in range(plan.num_parts)} == {
+            plan.stripe
+        }
 
 
 @given(plan=plans())
 def test_parts_plan_gives_each_part_to_one_data_rank(plan):
     held = [plan.parts_of(rank) for rank in range(plan.num_data_ranks)]
 
-    assert [part for parts in held for part in parts] == list(range(plan.num_parts))
+    assert [part for parts in held for part in parts] == list(
+        range(plan.num_parts)
+    )
 
 
 @given(plan=plans())
@@ -83,7 +94,10 @@ def test_parts_plan_cuts_fewer_data_ranks_at_parts(plan, data):
     rank = data.draw(st.integers(0, fewer - 1))
 
     rows = plan.rows_of(plan.parts_of(rank, fewer)).tolist()
-    assert rows == slice_rows(plan.batch_size, fewer, rank, plan.micro_rows).tolist()
+    assert (
+        rows
+        == slice_rows(plan.batch_size, fewer, rank, plan.micro_rows).tolist()
+    )
 
 
 @given(plan=plans(), data=st.data())
@@ -96,7 +110,11 @@ def test_parts_plan_rows_of_some_parts_ascend(plan, data):
     )
 
 
-@given(first=st.integers(0, 50), held=st.integers(1, 20), workers=st.integers(0, 30))
+@given(
+    first=st.integers(0, 50),
+    held=st.integers(1, 20),
+    workers=st.integers(0, 30),
+)
 def test_chunks_of_gives_parts_evenly_to_workers(first, held, workers):
     parts = tuple(range(first, first + held))
     chunks = chunks_of(parts, workers)
@@ -107,15 +125,17 @@ def test_chunks_of_gives_parts_evenly_to_workers(first, held, workers):
     assert min(map(len, chunks)) >= 1
     assert len(chunks) == sorted((1, workers, held))[1]
     for part in parts:  # DESIGN: inside a data rank, worker (p mod P/D) mod W
-        assert [part in chunk for chunk in chunks].index(True) == (part - first) % len(
-            chunks
-        )
+        assert [part in chunk for chunk in chunks].index(True) == (
+            part - first
+        ) % len(chunks)
 
 
 # How many parts
 
 
-@given(rows=st.integers(1, 3000), shards=st.one_of(st.none(), st.integers(1, 5000)))
+@given(
+    rows=st.integers(1, 3000), shards=st.one_of(st.none(), st.integers(1, 5000))
+)
 @example(rows=64, shards=None)
 @example(rows=128, shards=64)
 @example(rows=61, shards=60)  # a prime that is out of reach
@@ -155,10 +175,14 @@ def test_parts_plan_num_steps_is_a_plain_count(tail, data):
     low = 1 if tail == "repeat" else 0
     some = st.one_of(
         st.lists(
-            st.integers(low, 30), min_size=plan.num_parts, max_size=plan.num_parts
+            st.integers(low, 30),
+            min_size=plan.num_parts,
+            max_size=plan.num_parts,
         ),
         st.integers(low, 30).map(lambda n: [n] * plan.num_parts),
-        st.integers(low, 6).map(lambda n: [n * plan.samples_per_part] * plan.num_parts),
+        st.integers(low, 6).map(
+            lambda n: [n * plan.samples_per_part] * plan.num_parts
+        ),
     )
     lengths = data.draw(some)
     expected = counted(lengths, plan.samples_per_part, tail)
@@ -166,7 +190,9 @@ def test_parts_plan_num_steps_is_a_plain_count(tail, data):
     if expected is None:
         with pytest.raises(
             ArgumentError,
-            match=re.escape(f"tail='error': the stream's {plan.num_parts} parts have "),
+            match=re.escape(
+                f"tail='error': the stream's {plan.num_parts} parts have "
+            ),
         ):
             plan.num_steps(lengths)
     else:
@@ -180,7 +206,11 @@ def test_parts_plan_num_steps_is_a_plain_count(tail, data):
 )
 def test_parts_plan_has_num_batches(tail, steps, lengths):
     plan = PartsPlan(
-        batch_size=8, num_parts=4, num_data_ranks=2, tail=tail, num_batches=steps
+        batch_size=8,
+        num_parts=4,
+        num_data_ranks=2,
+        tail=tail,
+        num_batches=steps,
     )
 
     assert plan.num_steps(lengths) == steps
@@ -213,7 +243,14 @@ def test_parts_plan_rejects_unequal_ends_with_error():
 
 
 @pytest.mark.parametrize(
-    "name", ["batch_size", "num_parts", "num_data_ranks", "accumulation", "num_batches"]
+    "name",
+    [
+        "batch_size",
+        "num_parts",
+        "num_data_ranks",
+        "accumulation",
+        "num_batches",
+    ],
 )
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "4"])
 def test_parts_plan_names_what_is_no_count(name, value):
@@ -226,7 +263,8 @@ def test_parts_plan_names_what_is_no_count(name, value):
     }
 
     with pytest.raises(
-        ArgumentError, match=re.escape(f"{name} must be an int >= 1, got {value!r}")
+        ArgumentError,
+        match=re.escape(f"{name} must be an int >= 1, got {value!r}"),
     ):
         PartsPlan(**options)
     with pytest.raises(ArgumentError, match="any must be an int"):
@@ -258,9 +296,13 @@ def advised(error):
 
 
 @given(
-    rows=st.integers(1, 60), parts=st.integers(1, 60), accumulation=st.integers(1, 3)
+    rows=st.integers(1, 60),
+    parts=st.integers(1, 60),
+    accumulation=st.integers(1, 3),
 )
-def test_parts_plan_names_numbers_of_parts_that_divide(rows, parts, accumulation):
+def test_parts_plan_names_numbers_of_parts_that_divide(
+    rows, parts, accumulation
+):
     options = {
         "batch_size": rows * accumulation,
         "num_data_ranks": 1,
@@ -272,8 +314,9 @@ def test_parts_plan_names_numbers_of_parts_that_divide(rows, parts, accumulation
     error = refusal(num_parts=parts, **options)
 
     assert isinstance(error, ArgumentError)
-    assert f"in_parts({parts}): the number of parts must divide the {rows} rows" in str(
-        error
+    assert (
+        f"in_parts({parts}): the number of parts must divide the {rows} rows"
+        in str(error)
     )
     assert advised(error)
     for number in advised(error):
@@ -286,7 +329,8 @@ def test_parts_plan_names_numbers_of_parts_that_divide(rows, parts, accumulation
     ranks=st.integers(1, 12),
     accumulation=st.integers(1, 3),
 )
-@example(rows=6, parts=3, ranks=2, accumulation=1)  # another number of parts works
+# another number of parts works
+@example(rows=6, parts=3, ranks=2, accumulation=1)
 @example(rows=6, parts=3, ranks=4, accumulation=2)  # only another batch works
 def test_parts_plan_names_what_works_for_the_data_ranks(
     rows, parts, ranks, accumulation
@@ -299,15 +343,18 @@ def test_parts_plan_names_what_works_for_the_data_ranks(
     assert f"{ranks} data ranks" in str(error)
     assert advised(error)
     if isinstance(error, BatchSizeError):
-        assert f"a global batch of {rows * accumulation} cannot be split evenly" in str(
-            error
+        assert (
+            f"a global batch of {rows * accumulation} cannot be split evenly"
+            in str(error)
         )
         for size in advised(error):
             PartsPlan(batch_size=size, num_parts=ranks, **options)
     else:
         assert f"in_parts({parts}):" in str(error)
         for number in advised(error):
-            PartsPlan(batch_size=rows * accumulation, num_parts=number, **options)
+            PartsPlan(
+                batch_size=rows * accumulation, num_parts=number, **options
+            )
 
 
 @pytest.mark.parametrize(("rows", "parts", "ranks"), [(8, 3, 4), (6, 5, 4)])
@@ -315,14 +362,21 @@ def test_parts_plan_names_only_what_data_ranks_allow(rows, parts, ranks):
     error = refusal(batch_size=rows, num_parts=parts, num_data_ranks=ranks)
 
     for number in advised(error):
-        size, found = (number, ranks) if "batch_size" in str(error) else (rows, number)
+        size, found = (
+            (number, ranks) if "batch_size" in str(error) else (rows, number)
+        )
         PartsPlan(batch_size=size, num_parts=found, num_data_ranks=ranks)
 
 
 @pytest.mark.parametrize(("size", "accumulation"), [(7, 2), (1, 2)])
-def test_parts_plan_rejects_micro_batches_that_do_not_divide(size, accumulation):
+def test_parts_plan_rejects_micro_batches_that_do_not_divide(
+    size, accumulation
+):
     error = refusal(
-        batch_size=size, num_parts=1, num_data_ranks=1, accumulation=accumulation
+        batch_size=size,
+        num_parts=1,
+        num_data_ranks=1,
+        accumulation=accumulation,
     )
 
     assert f"{size}" in str(error)

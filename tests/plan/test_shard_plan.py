@@ -59,7 +59,9 @@ def global_batch(plan, epoch, step):
 )
 def test_shard_plan_delivers_every_sample_once_by_tail(options, epoch):
     plan = ShardPlan(**options)
-    batches = [global_batch(plan, epoch, step) for step in range(plan.num_steps)]
+    batches = [
+        global_batch(plan, epoch, step) for step in range(plan.num_steps)
+    ]
     real = np.concatenate(
         [b[: len(b) - plan.padding(step=k)] for k, b in enumerate(batches)]
         or [np.empty(0, np.int64)]
@@ -69,10 +71,15 @@ def test_shard_plan_delivers_every_sample_once_by_tail(options, epoch):
     assert dropped in (
         (0, plan.num_samples % plan.batch_size) if plan.ending.drops else (0,)
     )
-    assert dropped or plan.tail != "drop" or plan.num_samples % plan.batch_size == 0
+    assert (
+        dropped
+        or plan.tail != "drop"
+        or plan.num_samples % plan.batch_size == 0
+    )
     assert len(set(real.tolist())) == len(real)
     assert all(
-        len(batch) % (plan.num_data_ranks * plan.accumulation) == 0 for batch in batches
+        len(batch) % (plan.num_data_ranks * plan.accumulation) == 0
+        for batch in batches
     ), "each data rank has as many rows"
     if not plan.shuffle:
         assert real.tolist() == list(range(len(real)))
@@ -81,14 +88,19 @@ def test_shard_plan_delivers_every_sample_once_by_tail(options, epoch):
 @given(plans, st.integers(0, 3))
 def test_shard_plan_pads_with_the_first_samples(options, epoch):
     plan = ShardPlan(**options)
-    batches = [global_batch(plan, epoch, step) for step in range(plan.num_steps)]
+    batches = [
+        global_batch(plan, epoch, step) for step in range(plan.num_steps)
+    ]
     order = np.concatenate(batches)[: plan.num_samples] if batches else []
 
     for step, batch in enumerate(batches):
         padding = plan.padding(step=step)
         assert len(batch) == plan.num_rows(step=step)
         assert padding == 0 or step == plan.num_steps - 1
-        assert plan.tail == "fill" or padding < plan.num_data_ranks * plan.accumulation
+        assert (
+            plan.tail == "fill"
+            or padding < plan.num_data_ranks * plan.accumulation
+        )
         if plan.tail == "fill":
             assert len(batch) == plan.batch_size
         for number, index in enumerate(batch[len(batch) - padding :]):
@@ -107,11 +119,14 @@ def test_shard_plan_does_not_depend_on_who_reads_it(options, ranks):
             "batch_size": ranks * 3,
         }
     )
-    total = min(plan.num_steps * plan.batch_size, other.num_steps * other.batch_size)
+    total = min(
+        plan.num_steps * plan.batch_size, other.num_steps * other.batch_size
+    )
 
     def order(of):
         return np.concatenate(
-            [global_batch(of, 2, k) for k in range(of.num_steps)] or [np.empty(0)]
+            [global_batch(of, 2, k) for k in range(of.num_steps)]
+            or [np.empty(0)]
         )[:total]
 
     assert order(plan).tolist() == order(other).tolist()
@@ -147,7 +162,12 @@ def test_shard_plan_has_int64_indices_of_any_step():
 def test_shard_plan_rejects_arguments_by_name(options, error, text):
     with pytest.raises(error, match=re.escape(text)):
         ShardPlan(
-            **{"num_samples": 10, "batch_size": 4, "num_data_ranks": 2, **options}
+            **{
+                "num_samples": 10,
+                "batch_size": 4,
+                "num_data_ranks": 2,
+                **options,
+            }
         )
 
 
@@ -158,7 +178,9 @@ def test_shard_plan_names_what_is_out_of_range():
         ArgumentError, match=re.escape("step must be in range(3), got 3")
     ):
         plan.indices(epoch=0, step=3, data_rank=0)
-    with pytest.raises(ValueError, match="Pass the data rank, not the global rank"):
+    with pytest.raises(
+        ValueError, match="Pass the data rank, not the global rank"
+    ):
         plan.indices(epoch=0, step=0, data_rank=2)
 
 

@@ -61,7 +61,9 @@ def test_permutation_of_any_length_has_an_inverse(n, positions, seed):
     assert ((samples >= 0) & (samples < n)).all()
     assert (order.inverse(samples) == x).all()
     assert (order(order.inverse(x)) == x).all()
-    assert (positions == np.array(positions)).all(), "what was given is not changed"
+    assert (positions == np.array(positions)).all(), (
+        "what was given is not changed"
+    )
 
 
 @given(st.integers(1, 30000), st.integers(0, 29999), st.integers(0, 6000))
@@ -79,11 +81,17 @@ def test_order_between_is_what_is_computed_directly(n, start, length):
 
 def test_order_may_be_shared_by_threads():
     order = Permutation(1 << 16, derive_key("shared", size=64))
-    expected, wrong, interval = order(np.arange(1 << 16)), [], sys.getswitchinterval()
+    expected, wrong, interval = (
+        order(np.arange(1 << 16)),
+        [],
+        sys.getswitchinterval(),
+    )
 
     def read(seed):
         for block, within in (
-            np.random.RandomState(seed).randint(0, (3, 4000), (1500, 2)).tolist()
+            np.random.RandomState(seed)
+            .randint(0, (3, 4000), (1500, 2))
+            .tolist()
         ):
             start = block * BLOCK + within  # each block throws the last one out
             if not np.array_equal(
@@ -141,7 +149,9 @@ def numpys(n, seed, epoch):
 def affine(n, seed, epoch):
     """Poor: differences of neighbours are constant."""
     random = np.random.default_rng([seed, epoch])
-    a = next(a for a in random.integers(1, max(n, 2), 1000) if np.gcd(a, n) == 1)
+    a = next(
+        a for a in random.integers(1, max(n, 2), 1000) if np.gcd(a, n) == 1
+    )
     return (a * np.arange(n) + random.integers(n)) % n
 
 
@@ -178,7 +188,11 @@ def p_values(shuffle_of, n):
     shuffle_of = cache(shuffle_of)
     orders = [shuffle_of(n, 5, epoch) for epoch in range(keys)]
     x = np.arange(n)
-    found = {"position of each sample": joint(n, [(x, order) for order in orders], 16)}
+    found = {
+        "position of each sample": joint(
+            n, [(x, order) for order in orders], 16
+        )
+    }
     if n > 2:
         steps = np.concatenate([np.diff(order) % n for order in orders])
         edges = np.linspace(1, n, min(n - 1, 64) + 1).round()
@@ -191,11 +205,14 @@ def p_values(shuffle_of, n):
         "seeds": [shuffle_of(n, 6, epoch) for epoch in range(keys)],
     }
     for name, other in others.items():
-        found[f"neighbouring {name}"] = joint(n, zip(orders, other, strict=True), 16)
+        found[f"neighbouring {name}"] = joint(
+            n, zip(orders, other, strict=True), 16
+        )
         same = [(a == b).sum() for a, b in zip(orders, other, strict=True)]
         found[f"meetings of neighbouring {name}"] = few(same, n)
     swapped = [
-        (shuffle_of(n, k, 100 + k), shuffle_of(n, 100 + k, k)) for k in range(keys)
+        (shuffle_of(n, k, 100 + k), shuffle_of(n, 100 + k, k))
+        for k in range(keys)
     ]
     found["(seed, epoch) and (epoch, seed)"] = joint(n, swapped, 16)
     found["their meetings"] = few([(a == b).sum() for a, b in swapped], n)
@@ -223,7 +240,8 @@ def few(counts, n):
 
 
 @pytest.mark.parametrize(
-    ("shuffle_of", "n"), [*((ours, n) for n in LENGTHS), (numpys, 5), (numpys, 4097)]
+    ("shuffle_of", "n"),
+    [*((ours, n) for n in LENGTHS), (numpys, 5), (numpys, 4097)],
 )
 def test_permutation_is_as_random_as_numpys(shuffle_of, n):
     found = p_values(shuffle_of, n)

@@ -30,14 +30,19 @@ def test_tail_fill_pads_evenly_if_batches_have_no_size():
     assert find_tail("fill").num_rows(5, batch_size=0, unit=4) == 8
 
 
-@pytest.mark.parametrize(("tail", "steps"), [("pad", 3), ("repeat", 3), ("drop", 1)])
+@pytest.mark.parametrize(
+    ("tail", "steps"), [("pad", 3), ("repeat", 3), ("drop", 1)]
+)
 def test_tail_num_steps_of_unequal_parts(tail, steps):
     assert find_tail(tail, stream=True).num_steps([5, 9, 7], size=4) == steps
 
 
 @pytest.mark.parametrize("tail", STREAM_TAILS)
 def test_end_of_stream_is_not_at_a_whole_new_batch(tail):
-    assert tail.end_of_stream(is_whole=True, has_new=True, is_empty=False) == "deliver"
+    assert (
+        tail.end_of_stream(is_whole=True, has_new=True, is_empty=False)
+        == "deliver"
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,11 +50,13 @@ def test_end_of_stream_is_not_at_a_whole_new_batch(tail):
     [
         ("pad", False, True, False, "deliver"),  # some parts go on
         ("pad", False, False, True, "exhausted"),  # others may go on
-        ("repeat", True, False, False, "exhausted"),  # only parts that were reopened
+        # only parts that were reopened
+        ("repeat", True, False, False, "exhausted"),
         ("repeat", False, True, False, "deliver"),
         ("drop", False, True, False, "end"),
         ("drop", False, False, True, "end"),
-        ("error", False, False, True, "end"),  # all parts end with the last batch
+        # all parts end with the last batch
+        ("error", False, False, True, "end"),
     ],
 )
 def test_end_of_stream_by_tail(tail, is_whole, has_new, is_empty, action):
@@ -75,11 +82,19 @@ def test_find_tail_takes_its_default_from_drop_last():
 
 @pytest.mark.parametrize(
     ("tail", "stream"),
-    [("wrap", False), ("repeat", False), ("fill", True), (1, False), (["pad"], True)],
+    [
+        ("wrap", False),
+        ("repeat", False),
+        ("fill", True),
+        (1, False),
+        (["pad"], True),
+    ],
 )
 def test_find_tail_names_the_tails_there_are(tail, stream):
     known = ", ".join(map(repr, STREAM_TAILS if stream else INDEX_TAILS))
-    with pytest.raises(ArgumentError, match=f"tail must be one of {known}.*, got"):
+    with pytest.raises(
+        ArgumentError, match=f"tail must be one of {known}.*, got"
+    ):
         find_tail(tail, stream=stream)
 
 

@@ -15,14 +15,17 @@ def parts(**weights):
     return integer_weights(tuple(weights), weights)
 
 
-@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.longdouble])
+@pytest.mark.parametrize(
+    "kind", [np.float16, np.float32, np.float64, np.longdouble]
+)
 def test_integer_weights_take_numpy_numbers_by_their_digits(kind):
     assert parts(web=kind("0.7"), code=kind("0.3")) == (7, 3)
 
 
 def test_integer_weights_suggest_the_nearest_name():
     with pytest.raises(
-        ArgumentError, match=r"unknown sources \['wbe'\]; the sources are \['web'"
+        ArgumentError,
+        match=r"unknown sources \['wbe'\]; the sources are \['web'",
     ):
         integer_weights(("web", "code"), {"wbe": 0.7, "code": 0.3})
 
@@ -38,9 +41,9 @@ def test_integer_weights_of_short_numbers_are_exact():
 
 
 @given(
-    weights=st.lists(st.integers(0, MAX_PERIOD // 60), min_size=1, max_size=60).filter(
-        any
-    )
+    weights=st.lists(
+        st.integers(0, MAX_PERIOD // 60), min_size=1, max_size=60
+    ).filter(any)
 )
 def test_integer_weights_are_exact_within_the_longest_period(weights):
     names = tuple(map(str, range(len(weights))))
@@ -61,7 +64,9 @@ def test_integer_weights_are_rounded_by_less_than_a_part(weights):
     names = tuple(map(str, range(len(weights))))
     found = integer_weights(names, dict(zip(names, weights, strict=True)))
 
-    exact = [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+    exact = [
+        Fraction(weight) / sum(map(Fraction, weights)) for weight in weights
+    ]
     off = max(
         abs(Fraction(part, sum(found)) - share)
         for part, share in zip(found, exact, strict=True)
@@ -72,7 +77,8 @@ def test_integer_weights_are_rounded_by_less_than_a_part(weights):
     )  # they are drawn once in a period
     assert off < Fraction(1 + raised, MAX_PERIOD)
     assert all(
-        (part > 0) == (weight > 0) for part, weight in zip(found, weights, strict=True)
+        (part > 0) == (weight > 0)
+        for part, weight in zip(found, weights, strict=True)
     )
 
 

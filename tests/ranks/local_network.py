@@ -19,7 +19,12 @@ class LocalNetwork:
     def __init__(self, networks, rank, delay):
         self.networks, self.rank, self.delay = networks, rank, delay
         self.changed = threading.Condition()
-        self.inbox, self.is_woken, self.is_closed, self.num_sent = [], False, False, 0
+        self.inbox, self.is_woken, self.is_closed, self.num_sent = (
+            [],
+            False,
+            False,
+            0,
+        )
 
     def others(self):
         return self.networks[1:] if self.rank == 0 else self.networks[:1]
@@ -40,7 +45,9 @@ class LocalNetwork:
                 lambda: self.inbox or self.is_woken or self.is_closed, seconds
             )
             if self.is_closed:
-                raise PeerLostError.of("This rank has left the group.", [self.rank])
+                raise PeerLostError.of(
+                    "This rank has left the group.", [self.rank]
+                )
             found, self.inbox, self.is_woken = self.inbox, [], False
         return found
 

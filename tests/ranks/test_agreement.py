@@ -162,10 +162,15 @@ def test_agreement_ends_a_stuck_rank_if_on_lost_is_exit(monkeypatch, caplog):
     for exits, stuck in ((True, True), (True, False), (False, True)):
         ended = [threading.Event(), threading.Event()]
         one, two = pair(end_process=lambda rank, ended=ended: ended[rank].set())
-        passes = [c.open(AgreementConfig(exit_when_lost=exits)) for c in (one, two)]
+        passes = [
+            c.open(AgreementConfig(exit_when_lost=exits)) for c in (one, two)
+        ]
         for agreement in passes:
             agreement.announce()
-        assert together(*(lambda a=a: a.deliver(0) for a in passes)) == [True, True]
+        assert together(*(lambda a=a: a.deliver(0) for a in passes)) == [
+            True,
+            True,
+        ]
         caplog.clear()
         two.network.interrupt()
         if not stuck:  # its training thread comes by and hears of it
@@ -250,7 +255,8 @@ def test_abandoned_pass_leaves_nothing_behind_for_the_next():
 
     def run(coordinator):
         return [
-            iterate(coordinator.open(AgreementConfig()), steps=s) for s in (0, 3, 1, 7)
+            iterate(coordinator.open(AgreementConfig()), steps=s)
+            for s in (0, 3, 1, 7)
         ] + [len(coordinator.member.iterations) <= 4]
 
     assert (
@@ -259,7 +265,8 @@ def test_abandoned_pass_leaves_nothing_behind_for_the_next():
     )
     deadline = time.monotonic() + HANG
     while (
-        any(c.member.iterations for c in coordinators) and time.monotonic() < deadline
+        any(c.member.iterations for c in coordinators)
+        and time.monotonic() < deadline
     ):
         time.sleep(0.01)
     assert [c.member.iterations for c in coordinators] == [{}] * 3
@@ -268,14 +275,19 @@ def test_abandoned_pass_leaves_nothing_behind_for_the_next():
 def test_loops_in_another_order_are_an_error_that_names_both():
     first, second = pair()
     told = together(
-        lambda: iterate(first.open(AgreementConfig(label={"loop": "training"}))),
-        lambda: iterate(second.open(AgreementConfig(label={"loop": "evaluation"}))),
+        lambda: iterate(
+            first.open(AgreementConfig(label={"loop": "training"}))
+        ),
+        lambda: iterate(
+            second.open(AgreementConfig(label={"loop": "evaluation"}))
+        ),
     )
 
     for error in told:
         assert isinstance(error, ArgumentError)
-        assert "loop: training on global rank 0, evaluation on global rank 1" in str(
-            error
+        assert (
+            "loop: training on global rank 0, evaluation on global rank 1"
+            in str(error)
         )
 
 
@@ -292,15 +304,18 @@ def test_exchange_reaches_all_and_refuses_a_loop_meanwhile():
         assert heard == [said] * 3
     first, second = pair()
     told = together(
-        lambda: first.open(AgreementConfig(label={"loop": "certificate()"})).exchange(
-            "mine"
+        lambda: first.open(
+            AgreementConfig(label={"loop": "certificate()"})
+        ).exchange("mine"),
+        lambda: iterate(
+            second.open(AgreementConfig(label={"loop": "training"}))
         ),
-        lambda: iterate(second.open(AgreementConfig(label={"loop": "training"}))),
     )
     for error in told:
         assert isinstance(error, ArgumentError)
-        assert "loop: certificate() on global rank 0, training on global rank 1" in str(
-            error
+        assert (
+            "loop: certificate() on global rank 0, training on global rank 1"
+            in str(error)
         )
 
 
@@ -326,7 +341,10 @@ def test_rank_that_opens_no_iteration_is_named_at_the_deadline():
     first, second = pair()
     iterate(second.open(terms), steps=0)
     [error] = together(
-        lambda: (iterate(first.open(terms), steps=0), iterate(first.open(terms)))
+        lambda: (
+            iterate(first.open(terms), steps=0),
+            iterate(first.open(terms)),
+        )
     )
 
     assert error.ranks == (1,)
@@ -400,7 +418,9 @@ def test_agreement_names_the_step_of_different_data(at, exhausted):
                 lambda c=c, d=digests, p=prefetch: reads(
                     c, d, prefetch=p, exhausted=exhausted
                 )
-                for c, digests in zip(coordinators, (same, others, same), strict=True)
+                for c, digests in zip(
+                    coordinators, (same, others, same), strict=True
+                )
             )
         )
         close_all()
@@ -433,11 +453,15 @@ def test_agreement_stops_all_at_the_step_of_different_data(exhausted):
             *(digest + 1 for digest in same[at:]),
             *range(100, 100 + longer),
         ]
-        if other == same or (at == 12 and not exhausted):  # it ends at the shorter
+        # it ends at the shorter
+        if other == same or (at == 12 and not exhausted):
             continue
         ranks = zip(pair(size=size), (same, other, same), strict=False)
         how = [
-            {"prefetch": rng.choice([1, 4, 9]), "pace": rng.choice([0, 0, 0.002])}
+            {
+                "prefetch": rng.choice([1, 4, 9]),
+                "pace": rng.choice([0, 0, 0.002]),
+            }
             for _ in range(size)
         ]
         told = together(
@@ -447,7 +471,9 @@ def test_agreement_stops_all_at_the_step_of_different_data(exhausted):
             )
         )
         close_all()
-        assert all("have read different data" in str(text) for _, text in told), (
+        assert all(
+            "have read different data" in str(text) for _, text in told
+        ), (
             trial,
             told,
         )
@@ -468,7 +494,9 @@ def test_steps_in_messages_are_those_of_the_epoch():
     second.open(AgreementConfig(label={"call": "certificate()"}))
     (error,) = together(lambda: iterate(first.open(terms)))
     assert "to reach step 71 of" in str(error)
-    assert "global rank 1 read up to step 71, then began certificate()" in str(error)
+    assert "global rank 1 read up to step 71, then began certificate()" in str(
+        error
+    )
 
 
 def test_single_rank_has_nobody_to_compare_with():
@@ -487,7 +515,9 @@ def test_agreement_takes_a_longer_stream_for_other_data():
                 two, same[:n], prefetch=prefetch, exhausted=True
             ),
         )
-        assert all("have read different data" in str(text) for _, text in told), (
+        assert all(
+            "have read different data" in str(text) for _, text in told
+        ), (
             length,
             prefetch,
             told,

@@ -81,7 +81,9 @@ def taken(receiver, seconds=HANG):
         try:
             return receiver.receive()
         except BlockingIOError:
-            assert receiver.wait(max(0.0, deadline - time.monotonic())), "nothing comes"
+            assert receiver.wait(max(0.0, deadline - time.monotonic())), (
+                "nothing comes"
+            )
 
 
 def has_ended(receiver):
@@ -101,7 +103,10 @@ def message_of(number, size):
 def same(one, other):
     return repr(one["number"]) == repr(other["number"]) and all(
         np.array_equal(a, b)
-        for a, b in ((one["rows"], other["rows"]), (one["more"][0], other["more"][0]))
+        for a, b in (
+            (one["rows"], other["rows"]),
+            (one["more"][0], other["more"][0]),
+        )
     )
 
 
@@ -110,11 +115,15 @@ def memory_files():
 
 
 @given(
-    sizes=st.lists(st.sampled_from([0, 1, 1000, 15_000, 70_000, 300_000]), max_size=30),
+    sizes=st.lists(
+        st.sampled_from([0, 1, 1000, 15_000, 70_000, 300_000]), max_size=30
+    ),
     followers=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
-def test_broadcast_reaches_each_follower_whenever_it_looks(sizes, followers, seed):
+def test_broadcast_reaches_each_follower_whenever_it_looks(
+    sizes, followers, seed
+):
     rng = random.Random(seed)
     opened, receivers, num_sent = Pass(followers), {}, 0
     got = dict.fromkeys(range(followers), 0)
@@ -165,7 +174,8 @@ def test_broadcast_uses_memory_again():
         # One memory, mapped and open at the leader, on its way to one that is gone.
         assert len(memory_files() - before) <= 6
     sizes = [
-        os.fstat(memory.number).st_blocks * 512 for memory in memory_files() - before
+        os.fstat(memory.number).st_blocks * 512
+        for memory in memory_files() - before
     ]
     assert sum(sizes) < 4 * 100 * 50_000
     opened.close()

@@ -46,7 +46,8 @@ def test_table_is_found_by_its_place_and_token(tmp_path):
     hub, member = HostTable((0, 2), 0), HostTable((0, 2), 2)
     path, token = hub.place.split()
     (tmp_path / "short").write_bytes(b"")
-    elsewhere = tmp_path / "proc"  # with the token, but not the memory of a process
+    # with the token, but not the memory of a process
+    elsewhere = tmp_path / "proc"
     elsewhere.write_bytes(bytes.fromhex(token) + bytes(hub._size))
     hub.find(hub.place)
     hub.post(0, 3, 0)

@@ -56,7 +56,9 @@ def steps_of(executor, agreement, place):
         )
         for number in range(STEPS)
     )
-    messages = SimpleNamespace(compose=lambda _: None, apply=lambda batch, _: batch)
+    messages = SimpleNamespace(
+        compose=lambda _: None, apply=lambda batch, _: batch
+    )
     return StepPass(
         Feed(steps, executor, STEPS, on_training_thread=False),
         agreement,
@@ -68,9 +70,13 @@ def steps_of(executor, agreement, place):
 
 
 @pytest.mark.parametrize("num_long", [(4, 0), (0, 4), (4, 7), (STEPS, 0)])
-def test_replicas_leader_serves_short_steps_with_collectives(num_long, monkeypatch):
+def test_replicas_leader_serves_short_steps_with_collectives(
+    num_long, monkeypatch
+):
     # Steps are as long as the test says.
-    monkeypatch.setattr(step_pass, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(
+        step_pass, "time", SimpleNamespace(perf_counter=lambda: 0.0)
+    )
     ranks = coordinators(2)
     agreements = [rank.open(AgreementConfig(timeout=HANG)) for rank in ranks]
     address = f"\0paddle_shard-test-shared-{os.getpid()}-{next(NUMBERS)}"
@@ -85,12 +91,15 @@ def test_replicas_leader_serves_short_steps_with_collectives(num_long, monkeypat
 
     def train(rank):
         for step in range(STEPS):
-            passes[rank]._longest_step = LONG if step < num_long[rank] else SHORT
+            passes[rank]._longest_step = (
+                LONG if step < num_long[rank] else SHORT
+            )
             delivered[rank].append(int(next(passes[rank]).value[0, 0]))
             collective.wait(HANG)
 
     loops = [
-        threading.Thread(target=train, args=[rank], daemon=True) for rank in (0, 1)
+        threading.Thread(target=train, args=[rank], daemon=True)
+        for rank in (0, 1)
     ]
     for loop in loops:
         loop.start()
@@ -114,7 +123,9 @@ def test_replicas_leader_killed_before_it_sends_a_batch_is_named():
         batches = steps_of(Subscribing(0, address, second), second, placed)
         first.announce(steps=2)
         threading.Thread(target=lambda: leader.accept()[0].close()).start()
-        with pytest.raises(PeerLostError, match="rank 0 has ended or was") as info:
+        with pytest.raises(
+            PeerLostError, match="rank 0 has ended or was"
+        ) as info:
             next(batches)
     assert type(info.value) is PeerLostError
     assert info.value.ranks == (0,)

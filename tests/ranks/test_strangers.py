@@ -90,7 +90,9 @@ def test_strangers_that_never_stop_coming_do_not_delay_the_ranks():
             mine = []
             while not over.is_set():
                 with contextlib.suppress(OSError):
-                    mine.append(socket.create_connection(("127.0.0.1", port), 1.0))
+                    mine.append(
+                        socket.create_connection(("127.0.0.1", port), 1.0)
+                    )
                 for peer in mine[:-200]:
                     peer.close()
                 mine = mine[-200:]
@@ -128,7 +130,9 @@ def test_network_listens_no_more_once_the_ranks_have_met():
 
 def test_ranks_of_one_host_listen_at_its_address_only():
     store = Store()
-    hub = TcpNetwork(0, (0, 1), "127.0.0.1", "test", store, listen_host="127.0.0.1")
+    hub = TcpNetwork(
+        0, (0, 1), "127.0.0.1", "test", store, listen_host="127.0.0.1"
+    )
     hub.connect()
     [address] = store.values.values()
     port, _ = json.loads(address)

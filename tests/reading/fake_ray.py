@@ -53,7 +53,10 @@ class Actor:
             return
         ref = self.queue.pop(0)
         try:
-            ref.value, ref.done = getattr(self.made, ref.call[0])(*ref.call[1]), True
+            ref.value, ref.done = (
+                getattr(self.made, ref.call[0])(*ref.call[1]),
+                True,
+            )
         except Exception as error:
             ref.error = FAILED(f"{type(error).__name__}: {error}")
 
@@ -76,7 +79,9 @@ class FakeRay(ModuleType):
     def __init__(self, turn):
         super().__init__("ray")
         self.turn, self.actors, self.waits = turn, [], 0
-        self.cloudpickle = SimpleNamespace(dumps=pickle.dumps, CloudPickler=Pickler)
+        self.cloudpickle = SimpleNamespace(
+            dumps=pickle.dumps, CloudPickler=Pickler
+        )
         self.exceptions = SimpleNamespace(RayError=ERROR, RayTaskError=FAILED)
         self.util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
 
@@ -110,14 +115,17 @@ class FakeRay(ModuleType):
             self.waits += 1
             assert self.waits < 2_000_000, "it waits for ever"
             self.turn(self)
-        ready = [ref for ref in refs if ref.done or ref.error is not None][:num_returns]
+        ready = [ref for ref in refs if ref.done or ref.error is not None][
+            :num_returns
+        ]
         return ready, [ref for ref in refs if ref not in ready]
 
     def remote(self, cls):
         def options(**given):
             return SimpleNamespace(
                 remote=lambda *args: (
-                    self.actors.append(Actor(cls, args, given)) or self.actors[-1]
+                    self.actors.append(Actor(cls, args, given))
+                    or self.actors[-1]
                 )
             )
 

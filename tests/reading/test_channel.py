@@ -24,7 +24,17 @@ BELOW = 15_000
 ABOVE = 20_000
 """Bytes of an array that goes through shared memory."""
 SIZES = st.sampled_from(
-    [0, 1, 63, BELOW, *range(16_000, 16_500, 37), ABOVE, 65_536, 65_537, 300_000]
+    [
+        0,
+        1,
+        63,
+        BELOW,
+        *range(16_000, 16_500, 37),
+        ABOVE,
+        65_536,
+        65_537,
+        300_000,
+    ]
 )
 ARRAYS = st.lists(SIZES, max_size=4)
 
@@ -133,7 +143,8 @@ def test_channel_delivers_messages_of_any_size_in_order(num_slots, data):
                 taken.append(receive(asking))
         # Looked at in the end only: what was received must not have changed.
         assert all(
-            is_message(found, 101 + at, answered[at]) for at, found in enumerate(taken)
+            is_message(found, 101 + at, answered[at])
+            for at, found in enumerate(taken)
         )
     finally:
         asking.close()
@@ -189,7 +200,8 @@ def test_slots_grow_while_others_are_under_way(channels):
         sender.send(message_of(number, size))
 
     assert all(
-        is_message(receive(receiver), number, size) for number, size in enumerate(sizes)
+        is_message(receive(receiver), number, size)
+        for number, size in enumerate(sizes)
     )
 
 
@@ -244,7 +256,9 @@ def test_reducers_that_are_registered_later_count(channels, monkeypatch):
             raise TypeError("no way of its own")
 
     monkeypatch.setitem(
-        copyreg.dispatch_table, Wrapped, lambda wrapped: (list, ([wrapped.value],))
+        copyreg.dispatch_table,
+        Wrapped,
+        lambda wrapped: (list, ([wrapped.value],)),
     )
     sender, receiver = channels(1)
     sender.send(Wrapped(3))
@@ -254,7 +268,8 @@ def test_reducers_that_are_registered_later_count(channels, monkeypatch):
 
 @settings(max_examples=trials(80))
 @given(
-    messages=st.lists(VALUES, min_size=1, max_size=6), size=st.sampled_from([1, ABOVE])
+    messages=st.lists(VALUES, min_size=1, max_size=6),
+    size=st.sampled_from([1, ABOVE]),
 )
 def test_messages_of_any_structure_arrive_apart(messages, size):
     sender, receiver = pair(len(messages))
@@ -304,7 +319,9 @@ def test_end_is_known_when_all_was_received(channels, size, unread):
         staying.send(message_of(number, [1]))
     left.close()
 
-    assert all(is_message(receive(staying), number, [size]) for number in range(3))
+    assert all(
+        is_message(receive(staying), number, [size]) for number in range(3)
+    )
     for _ in range(3):
         assert staying.wait(0.0)
         with pytest.raises(EOFError):
@@ -347,7 +364,9 @@ def test_channel_sends_later_what_did_not_fit(channels, then):
     for _ in range(3):
         with pytest.raises(BlockingIOError):
             sender.send(message_of(sent, [then]))
-    assert all(is_message(receive(receiver), number, [BELOW]) for number in range(sent))
+    assert all(
+        is_message(receive(receiver), number, [BELOW]) for number in range(sent)
+    )
     sender.send(message_of(sent, [then]))
     sender.send(message_of(sent + 1, [then + 1]))
 
@@ -406,7 +425,9 @@ def fails(number):
     return fail
 
 
-def test_memory_that_cannot_be_mapped_costs_no_other_message(channels, monkeypatch):
+def test_memory_that_cannot_be_mapped_costs_no_other_message(
+    channels, monkeypatch
+):
     sender, receiver = channels(2)
     sender.send(message_of(1, [ABOVE]))
     sender.send(message_of(2, [BELOW]))

@@ -32,7 +32,11 @@ from paddle_shard.plan.seeding import mix
 from paddle_shard.plan.step import SamplerStep, Step
 from paddle_shard.reading.batch import Batch as ReadBatch
 from paddle_shard.reading.batch import Chunk, joined
-from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest, OwnBatches
+from paddle_shard.reading.chunk_reader import (
+    ChunkReader,
+    ChunkRequest,
+    OwnBatches,
+)
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import HowToRead
 from tests.helpers import SeededBy
@@ -57,7 +61,9 @@ class Parts(Stage):
 
     def open(self, opening):
         assert opening.num_parts == len(self.parts)
-        return [iter(self.parts[part][opening.skip :]) for part in opening.parts]
+        return [
+            iter(self.parts[part][opening.skip :]) for part in opening.parts
+        ]
 
     def lengths(self, opening):
         return (
@@ -103,7 +109,9 @@ def oracle(plan, contents):
             "repeat": not fresh,
             "error": any(missing),
         }[plan.tail]
-        if (over and plan.num_batches is None) or len(batches) == plan.num_batches:
+        if (over and plan.num_batches is None) or len(
+            batches
+        ) == plan.num_batches:
             break
         batches.append([sample for _, sample in rows])
     return batches
@@ -139,7 +147,10 @@ def collated(samples):
     return {
         "x": np.array([sample[0] for sample in samples]),
         "names": list(map(repr, samples)),
-        "pair": [np.array([[len(sample), 7] for sample in samples]), "constant"],
+        "pair": [
+            np.array([[len(sample), 7] for sample in samples]),
+            "constant",
+        ],
     }
 
 
@@ -161,7 +172,9 @@ def served(
     for rank in range(num_data_ranks):
         parts = plan.parts_of(rank, num_data_ranks)
         chunks = chunks_of(parts, num_workers)
-        own = readers or [ChunkReader(stage(), None, collated, DRAWS) for _ in chunks]
+        own = readers or [
+            ChunkReader(stage(), None, collated, DRAWS) for _ in chunks
+        ]
         rows = plan.rows_of(parts)
         places = [np.searchsorted(rows, plan.rows_of(held)) for held in chunks]
         depth, ahead, batches = turns.randint(1, 4), [[] for _ in chunks], []
@@ -169,13 +182,20 @@ def served(
         while len(batches) < upto - start:
             delivered = start + len(batches)
             able = [
-                w for w in range(len(chunks)) if asked[w] < min(upto, delivered + depth)
+                w
+                for w in range(len(chunks))
+                if asked[w] < min(upto, delivered + depth)
             ]
             if able and not (all(ahead) and turns.random() < 0.5):
                 worker = turns.choice(able)
                 chunk = own[worker].read(
                     request(
-                        plan, chunks[worker], asked[worker], start, number, **opening
+                        plan,
+                        chunks[worker],
+                        asked[worker],
+                        start,
+                        number,
+                        **opening,
                     ),
                     worker,
                 )
@@ -212,7 +232,8 @@ def put_together(plan, of_ranks):
             places = plan.rows_of(plan.parts_of(rank, len(of_ranks))).tolist()
             if (
                 one.value is None
-            ):  # a rank that has had no sample yet: the loader finds what stands in
+                # a rank that has had no sample yet: the loader finds what stands in
+            ):
                 assert one.is_empty
                 assert plan.tail == "pad"
                 for place in places:
@@ -236,7 +257,8 @@ def put_together(plan, of_ranks):
                 one.value["names"],
                 strict=True,
             ):
-                assert name.startswith(f"({x},")  # fields of one row stay together
+                # fields of one row stay together
+                assert name.startswith(f"({x},")
                 rows[place] = name if real else MISSING
             assert one.value["pair"][0].tolist() == [
                 [len(eval(name)), 7] for name in one.value["names"]
@@ -254,7 +276,9 @@ def all_rows(plan, of_ranks):
         rows = [None] * plan.batch_size
         for rank, one in enumerate(together):
             if one.value is not None:
-                places = plan.rows_of(plan.parts_of(rank, len(of_ranks))).tolist()
+                places = plan.rows_of(
+                    plan.parts_of(rank, len(of_ranks))
+                ).tolist()
                 for place, name in zip(places, one.value["names"], strict=True):
                     rows[place] = name
         batches.append(rows)
@@ -301,7 +325,14 @@ def stages_of(draw, plan):
     low = 1 if plan.repeats else 0
     kind = draw(
         st.sampled_from(
-            ["plain", "plain", "striped", "striped function", "shuffled", "filtered"]
+            [
+                "plain",
+                "plain",
+                "striped",
+                "striped function",
+                "shuffled",
+                "filtered",
+            ]
         )
     )
     if kind.startswith("striped"):  # dispatched by hand
@@ -313,14 +344,19 @@ def stages_of(draw, plan):
         for n, sample in enumerate(samples):
             dispatched[n // plan.stripe % plan.num_parts].append(sample)
         source = samples if kind == "striped" else lambda: iter(samples)
-        return lambda: Stripe(IterableSource(source)), lambda part, number: dispatched[
-            part
-        ]
+        return lambda: Stripe(
+            IterableSource(source)
+        ), lambda part, number: dispatched[part]
     lengths = draw(
-        st.lists(st.integers(low, 14), min_size=plan.num_parts, max_size=plan.num_parts)
+        st.lists(
+            st.integers(low, 14),
+            min_size=plan.num_parts,
+            max_size=plan.num_parts,
+        )
     )
     parts = [
-        [100 * part + n for n in range(length)] for part, length in enumerate(lengths)
+        [100 * part + n for n in range(length)]
+        for part, length in enumerate(lengths)
     ]
     says = draw(st.booleans())
     if kind == "plain":
@@ -389,15 +425,26 @@ def test_chunk_reader_resumes_at_any_step_on_other_ranks(num_parts, data, seed):
     upto = len(expected) if plan.num_batches is not None else len(expected) + 1
 
     for start in range(upto):
-        ranks, workers = turns.choice(divisors(num_parts)), turns.choice(WORKERS)
-        of_ranks = served(stage, plan, ranks, workers, turns, start=start, upto=upto)
-        assert put_together(plan, of_ranks) == expected[start:], (start, ranks, workers)
+        ranks, workers = (
+            turns.choice(divisors(num_parts)),
+            turns.choice(WORKERS),
+        )
+        of_ranks = served(
+            stage, plan, ranks, workers, turns, start=start, upto=upto
+        )
+        assert put_together(plan, of_ranks) == expected[start:], (
+            start,
+            ranks,
+            workers,
+        )
 
 
 @P
 @settings(max_examples=trials(30))
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
-def test_chunk_reader_fills_missing_rows_alike_for_all_readers(num_parts, data, seed):
+def test_chunk_reader_fills_missing_rows_alike_for_all_readers(
+    num_parts, data, seed
+):
     plan = data.draw(plans_of(num_parts, tails=["pad"]))
     stage, contents = stages_of(data.draw, plan)
     lengths, turns = (
@@ -414,7 +461,11 @@ def test_chunk_reader_fills_missing_rows_alike_for_all_readers(num_parts, data, 
             of_ranks = served(
                 stage, plan, ranks, workers, turns, start=start, upto=upto
             )
-            assert all_rows(plan, of_ranks) == alone[start:], (start, ranks, workers)
+            assert all_rows(plan, of_ranks) == alone[start:], (
+                start,
+                ranks,
+                workers,
+            )
 
 
 @settings(max_examples=trials(80))
@@ -426,7 +477,10 @@ def test_chunk_reader_ends_parts_as_the_tail_says(data, num_parts):
         st.lists(st.integers(low, 12), min_size=num_parts, max_size=num_parts)
     )
     assume(any(lengths))
-    ranks, turns = data.draw(st.sampled_from(divisors(num_parts))), random.Random(0)
+    ranks, turns = (
+        data.draw(st.sampled_from(divisors(num_parts))),
+        random.Random(0),
+    )
     parts = [
         [(100 * part + n, "p") for n in range(length)]
         for part, length in enumerate(lengths)
@@ -445,7 +499,9 @@ def test_chunk_reader_ends_parts_as_the_tail_says(data, num_parts):
     assert len(batches) == steps
     for part in range(num_parts):
         delivered = [
-            rows[row] for rows in batches for row in plan.rows_of((part,)).tolist()
+            rows[row]
+            for rows in batches
+            for row in plan.rows_of((part,)).tolist()
         ]
         own = [repr(sample) for sample in parts[part]]
         if plan.repeats:  # round after round
@@ -456,7 +512,9 @@ def test_chunk_reader_ends_parts_as_the_tail_says(data, num_parts):
         ):  # the beginning, and every part as far as the shortest allows
             assert delivered == own[: len(delivered)]
             assert (
-                len(delivered) <= min(lengths) < len(delivered) + plan.samples_per_part
+                len(delivered)
+                <= min(lengths)
+                < len(delivered) + plan.samples_per_part
             )
         else:  # all, and what is missing stands at the end
             assert delivered[: len(own)] == own
@@ -466,7 +524,10 @@ def test_chunk_reader_ends_parts_as_the_tail_says(data, num_parts):
 def test_chunk_reader_serves_passes_that_begin_anywhere():
     plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=1, tail="drop")
     stage = Map(
-        Shuffle(Parts([list(range(100 * p, 100 * p + 9)) for p in range(4)]), 9), drawn
+        Shuffle(
+            Parts([list(range(100 * p, 100 * p + 9)) for p in range(4)]), 9
+        ),
+        drawn,
     )
     readers = [ChunkReader(stage, None, collated, DRAWS) for _ in range(2)]
     turns = random.Random(0)
@@ -630,12 +691,15 @@ def test_chunk_reader_names_a_failed_sample_at_its_step_only(
 
 
 @pytest.mark.parametrize(
-    "error", [StopIteration("x"), SystemExit(3), GeneratorExit(), MemoryError("x")]
+    "error",
+    [StopIteration("x"), SystemExit(3), GeneratorExit(), MemoryError("x")],
 )
 def test_chunk_reader_raises_any_exception_of_a_part(error):
     plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=1)
     stage = Map(Parts([[0, 1], [2, 3]]), raising(2, error))
-    failure = ChunkReader(stage, None, None, HOW).read(request(plan, (0, 1), 0), 0)
+    failure = ChunkReader(stage, None, None, HOW).read(
+        request(plan, (0, 1), 0), 0
+    )
 
     assert isinstance(failure, ReadFailure)
     assert failure.index == (1, 0)
@@ -684,7 +748,10 @@ TAKEN_OVER = {
 @pytest.mark.parametrize("kind", TAKEN_OVER)
 def test_chunk_reader_may_take_over_at_any_step(kind, tail):
     stage = TAKEN_OVER[kind](
-        [list(range(100 * part, 100 * part + 11 + 3 * (part % 2))) for part in range(4)]
+        [
+            list(range(100 * part, 100 * part + 11 + 3 * (part % 2)))
+            for part in range(4)
+        ]
     )
     plan = PartsPlan(batch_size=8, num_parts=4, num_data_ranks=1, tail=tail)
 
@@ -706,12 +773,16 @@ def test_chunk_reader_may_take_over_at_any_step(kind, tail):
 def test_chunk_reader_names_a_sample_that_fails_before_the_cut():
     plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=2)
     reader = ChunkReader(
-        Stripe(Map(IterableSource(range(6)), raising(3, Broken()))), None, None, HOW
+        Stripe(Map(IterableSource(range(6)), raising(3, Broken()))),
+        None,
+        None,
+        HOW,
     )
     found = [reader.read(request(plan, (0,), step), None) for step in range(3)]
 
     (failure,) = (one for one in found if isinstance(one, ReadFailure))
-    assert failure.index != (0, 2)  # which is sample 4 of the stream; 3 failed: (1, 1)
+    # which is sample 4 of the stream; 3 failed: (1, 1)
+    assert failure.index != (0, 2)
 
 
 def dies(number):
@@ -750,7 +821,8 @@ def test_chunk_reader_failure_names_samples_of_its_step(stream, collate_fn):
         list(loader)
 
     assert caught.value.step == 2
-    assert (1, 2) in caught.value.indices  # sample 9, which is the third of part 1
+    # sample 9, which is the third of part 1
+    assert (1, 2) in caught.value.indices
     assert "(1, 2)" in str(caught.value)
 
 
@@ -758,7 +830,9 @@ def test_chunk_reader_failure_names_samples_of_its_step(stream, collate_fn):
 
 
 def test_chunk_reader_collates_samples_in_the_order_of_rows():
-    plan = PartsPlan(batch_size=8, num_parts=2, num_data_ranks=1, accumulation=2)
+    plan = PartsPlan(
+        batch_size=8, num_parts=2, num_data_ranks=1, accumulation=2
+    )
     parts = [[0, 1, 2, 3], [10, 11, 12, 13]]
     expected = [0, 1, 10, 11, 2, 3, 12, 13]
 
@@ -782,7 +856,10 @@ def test_chunk_reader_seeds_the_draws_of_a_collate_fn():
     for outside in (1, 2):
         seed_all(outside)
         reader = ChunkReader(
-            Parts([[1], [2]]), None, lambda samples: np.random.rand(len(samples)), DRAWS
+            Parts([[1], [2]]),
+            None,
+            lambda samples: np.random.rand(len(samples)),
+            DRAWS,
         )
         found.append(reader.read(request(plan, (0, 1), 0), None).value.tolist())
 
@@ -848,12 +925,18 @@ def test_joined_rows_of_an_unknown_dtype_are_refused():
 
 def test_bfloat16_rows_are_joined_bit_by_bit():
     one, other = (
-        paddle.to_tensor(rows).cast("bfloat16") for rows in ([0.5, 2.0], [1.0, 3.0])
+        paddle.to_tensor(rows).cast("bfloat16")
+        for rows in ([0.5, 2.0], [1.0, 3.0])
     )
     found = join({"x": one}, {"x": other}).value["x"]
 
     assert paddle.to_tensor(found).dtype == paddle.bfloat16
-    assert paddle.to_tensor(found).cast("float32").tolist() == [0.5, 1.0, 2.0, 3.0]
+    assert paddle.to_tensor(found).cast("float32").tolist() == [
+        0.5,
+        1.0,
+        2.0,
+        3.0,
+    ]
 
 
 @pytest.mark.parametrize("made", [np.array, paddle.to_tensor, Foreign])
@@ -867,9 +950,14 @@ def test_ranks_own_short_batch_is_filled_with_its_last_row(made):
         whole_items=True,
         local_rows=0,
     )
-    own, step = OwnBatches(), STEP._replace(sampler=SamplerStep(state={"rows": 0}))
+    own, step = (
+        OwnBatches(),
+        STEP._replace(sampler=SamplerStep(state={"rows": 0})),
+    )
     values = [made([[n, n] for n in range(rows)]) for rows in (3, 2)]
-    found = [ReadBatch(step=step, value=value, is_padding=None) for value in values]
+    found = [
+        ReadBatch(step=step, value=value, is_padding=None) for value in values
+    ]
     for one in found:
         own.complete(one, asked)
 
@@ -897,8 +985,15 @@ def test_joined_rows_keep_order_and_marks_however_dealt(data, rows, readers):
     ]
     found = joined(STEP, chunks, [np.array(place) for place in places])
 
-    assert (found.value.tolist(), found.has_new) == (list(range(rows)), any(fresh))
-    mask = [False] * rows if found.is_padding is None else found.is_padding.tolist()
+    assert (found.value.tolist(), found.has_new) == (
+        list(range(rows)),
+        any(fresh),
+    )
+    mask = (
+        [False] * rows
+        if found.is_padding is None
+        else found.is_padding.tolist()
+    )
     assert mask == padding
     assert (found.is_whole, found.is_empty) == (not any(padding), all(padding))
 
@@ -932,7 +1027,11 @@ def test_step_with_a_missing_chunk_has_marks_but_no_batch():
             {"x": np.array([1.0, 3.0])},
             r"field \['x'\].*int64.*float64",
         ),
-        ([np.array([0, 2]), 1], [np.array([1, 3])], "differ in number of fields: 2, 1"),
+        (
+            [np.array([0, 2]), 1],
+            [np.array([1, 3])],
+            "differ in number of fields: 2, 1",
+        ),
     ],
 )
 def test_chunks_that_do_not_fit_together_are_refused_by_field(one, other, text):
@@ -961,7 +1060,9 @@ def test_joined_lists_of_dicts_keep_their_rows_or_are_refused():
         for _ in range(2)
     ]
     one = reader[0].read(request(plan, (0, 1), 0, number=1), None).value
-    chunks = [reader[part].read(request(plan, (part,), 0), None) for part in range(2)]
+    chunks = [
+        reader[part].read(request(plan, (part,), 0), None) for part in range(2)
+    ]
     try:
         two = joined(STEP, chunks, [np.array([0, 1]), np.array([2, 3])]).value
     except ValueError:
@@ -996,16 +1097,18 @@ def test_chunk_reader_skips_without_calling_map():
         lambda sample: called.append(sample) or sample,
     )
     plan = PartsPlan(batch_size=2, num_parts=1, num_data_ranks=1)
-    ChunkReader(stage, None, None, HOW).read(request(plan, (0,), 4, start=4), None)
+    ChunkReader(stage, None, None, HOW).read(
+        request(plan, (0,), 4, start=4), None
+    )
 
     assert called == [8, 9]
 
 
 def test_chunk_reader_opens_a_read_once_stream_once():
     plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=2)
-    chunk = ChunkReader(Stripe(IterableSource(iter(range(6)))), None, None, HOW).read(
-        request(plan, (2, 3), 1, start=1), None
-    )
+    chunk = ChunkReader(
+        Stripe(IterableSource(iter(range(6)))), None, None, HOW
+    ).read(request(plan, (2, 3), 1, start=1), None)
 
     assert (chunk.value, list(chunk.is_padding)) == (None, [1, 1])
 
@@ -1014,11 +1117,20 @@ def test_chunk_reader_opens_a_read_once_stream_once():
 
 
 def items_served(
-    stage, num_workers, steps, *, start=0, tail="drop", collate_fn=None, repeat=False
+    stage,
+    num_workers,
+    steps,
+    *,
+    start=0,
+    tail="drop",
+    collate_fn=None,
+    repeat=False,
 ):
     """What a loader of whole items gets: reader after reader, by turns."""
     width = max(1, num_workers)
-    readers = [ChunkReader(stage, None, collate_fn, DRAWS) for _ in range(width)]
+    readers = [
+        ChunkReader(stage, None, collate_fn, DRAWS) for _ in range(width)
+    ]
     found = []
     for step in range(start, start + steps):
         first = start + (step - start) % width
@@ -1031,7 +1143,9 @@ def items_served(
                 step=step,
                 first_step=first,
                 stride=width,
-                plan=PartsPlan(batch_size=1, num_parts=1, num_data_ranks=1, tail=tail),
+                plan=PartsPlan(
+                    batch_size=1, num_parts=1, num_data_ranks=1, tail=tail
+                ),
                 repeat=repeat,
                 whole_items=True,
             ),
@@ -1042,8 +1156,12 @@ def items_served(
     return found
 
 
-@given(length=st.integers(1, 25), workers=st.sampled_from(WORKERS), data=st.data())
-def test_whole_items_keep_the_order_for_any_workers_and_step(length, workers, data):
+@given(
+    length=st.integers(1, 25), workers=st.sampled_from(WORKERS), data=st.data()
+)
+def test_whole_items_keep_the_order_for_any_workers_and_step(
+    length, workers, data
+):
     start = data.draw(st.integers(0, length))
     items = [{"x": np.array([n])} for n in range(length)]
     found = items_served(
@@ -1056,8 +1174,12 @@ def test_whole_items_keep_the_order_for_any_workers_and_step(length, workers, da
     assert [one.value["x"].tolist() for one in found if one.is_whole] == [
         [n] for n in range(start, length)
     ]
-    assert [one.is_whole for one in found] == [True] * (length - start) + [False] * 7
-    assert all(one.is_empty and one.value is None for one in found[length - start :])
+    assert [one.is_whole for one in found] == [True] * (length - start) + [
+        False
+    ] * 7
+    assert all(
+        one.is_empty and one.value is None for one in found[length - start :]
+    )
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -1070,11 +1192,13 @@ def test_whole_items_of_padding_are_marked_and_collated(workers):
         collate_fn=lambda n: np.array([n, n]),
     )
 
-    assert [one.is_padding is None or (~one.is_padding).tolist() for one in found] == [
-        True
-    ] * 3 + [[False]] * 4
+    assert [
+        one.is_padding is None or (~one.is_padding).tolist() for one in found
+    ] == [True] * 3 + [[False]] * 4
     assert [one.value.tolist() for one in found[:3]] == [[0, 0], [1, 1], [2, 2]]
-    assert all(one.value is None or one.value.shape == (2,) for one in found[3:])
+    assert all(
+        one.value is None or one.value.shape == (2,) for one in found[3:]
+    )
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -1091,12 +1215,16 @@ def test_whole_items_are_padded_with_the_first_of_the_stream(workers, start):
 
     expected = [n if n < 3 else 0 for n in range(start, start + 7)]
     assert [one.value.tolist() for one in found] == [[n, n] for n in expected]
-    assert [one.is_whole for one in found] == [n < 3 for n in range(start, start + 7)]
+    assert [one.is_whole for one in found] == [
+        n < 3 for n in range(start, start + 7)
+    ]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_whole_items_repeat_in_order_with_workers_that_divide(workers):
-    found = items_served(Stripe(IterableSource(range(6))), workers, 14, repeat=True)
+    found = items_served(
+        Stripe(IterableSource(range(6))), workers, 14, repeat=True
+    )
 
     assert [one.value for one in found] == [n % 6 for n in range(14)]
     assert [one.has_new for one in found] == [True] * 6 + [False] * 8
@@ -1119,7 +1247,9 @@ def test_whole_item_that_fails_is_named_by_worker():
         step=3,
         first_step=3,
         stride=4,
-        plan=PartsPlan(batch_size=1, num_parts=1, num_data_ranks=1, tail="drop"),
+        plan=PartsPlan(
+            batch_size=1, num_parts=1, num_data_ranks=1, tail="drop"
+        ),
         whole_items=True,
     )
     reader = ChunkReader(stage, None, None, HOW)

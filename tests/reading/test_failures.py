@@ -58,7 +58,8 @@ def failure(loader, within=HANG):
         except Exception as error:
             assert time.monotonic() - start < within
             with pytest.raises(
-                PaddleShardError, match="has failed before .*, and delivers no more"
+                PaddleShardError,
+                match="has failed before .*, and delivers no more",
             ):  # is no end
                 next(batches)
             return got, error
@@ -70,7 +71,12 @@ def test_data_set_exception_has_index_worker_and_traceback(workers):
 
     assert got == [[0, 1], [2, 3]]
     assert type(error) is DataReadError
-    assert (error.index, error.indices, error.epoch, error.step) == (5, (4, 5), 0, 2)
+    assert (error.index, error.indices, error.epoch, error.step) == (
+        5,
+        (4, 5),
+        0,
+        2,
+    )
     assert error.worker == (0 if workers else None)
     assert error.cause_type == "ValueError"
     where = "worker 0" if workers else "the main process"
@@ -110,7 +116,9 @@ def test_exception_in_collate_has_the_samples(workers):
             raise ValueError("cannot collate")
         return np.array(samples)
 
-    _, error = failure(sharded(Fails(lambda: None), workers, collate_fn=collate))
+    _, error = failure(
+        sharded(Fails(lambda: None), workers, collate_fn=collate)
+    )
 
     assert "collating 2 samples failed" in str(error)
     assert "cannot collate" in str(error)
@@ -168,7 +176,9 @@ def test_leaf_that_cannot_be_pickled_does_not_hang():
         return [np.array(samples), lambda: None]
 
     batches = iter(sharded(Fails(lambda: None), 2, collate_fn=collate))
-    with pytest.raises(DataReadError, match="sending the batch failed in worker 0"):
+    with pytest.raises(
+        DataReadError, match="sending the batch failed in worker 0"
+    ):
         next(batches)
 
 
@@ -200,7 +210,9 @@ def test_exception_in_the_users_sampler_comes_at_its_step(workers):
         batch_sampler=Breaks(Fails(None), batch_size=2),
         num_workers=workers,
     )
-    got, error = failure(paddle_shard.shard_dataloader(loader, MESH, shard_dims="dp"))
+    got, error = failure(
+        paddle_shard.shard_dataloader(loader, MESH, shard_dims="dp")
+    )
 
     assert got == [[0, 1], [2, 3]]
     assert str(error) == "sampler broke"
@@ -213,7 +225,9 @@ def test_worker_error_does_not_swallow_the_batches_before():
 
     mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
     loader = DataLoader(
-        Fails(lambda: None), batch_sampler=Odd(Fails(None), batch_size=2), num_workers=2
+        Fails(lambda: None),
+        batch_sampler=Odd(Fails(None), batch_size=2),
+        num_workers=2,
     )
     batches = iter(paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp"))
     assert next(batches)._local_value().numpy().tolist() == [0]
@@ -320,7 +334,9 @@ def test_worker_functions_find_their_own_data_set():
         *((first, 2, None) for first in (0, 9)),
     ],
 )
-def test_data_set_that_draws_for_some_samples_repeats_exactly(first, workers, prefetch):
+def test_data_set_that_draws_for_some_samples_repeats_exactly(
+    first, workers, prefetch
+):
     class Sometimes(Dataset):
         uses_rng = True  # the first batch may not show it
 
@@ -369,7 +385,9 @@ def test_data_set_that_draws_for_some_samples_repeats_exactly(first, workers, pr
         (lambda i: slice(i), r"cannot stack slice at field \['x'\]"),
     ],
 )
-def test_collate_error_names_the_field_that_cannot_be_stacked(make, text, workers):
+def test_collate_error_names_the_field_that_cannot_be_stacked(
+    make, text, workers
+):
     class Fields(Dataset):
         def __len__(self):
             return 8

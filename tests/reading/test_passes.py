@@ -43,13 +43,20 @@ class Rows:
         if index == self._fails_at:
             raise ValueError("this one")
         if index >= self._draws_from:
-            return np.array([index, random.getrandbits(30), np.random.randint(1 << 30)])
+            return np.array(
+                [index, random.getrandbits(30), np.random.randint(1 << 30)]
+            )
         return np.array([index, 0, 0])
 
 
 def step_of(number, ids=()):
     return Step(
-        epoch=0, number=number, num_rows=3, micro_size=3, num_positions=3, ids=ids
+        epoch=0,
+        number=number,
+        num_rows=3,
+        micro_size=3,
+        num_positions=3,
+        ids=ids,
     )
 
 
@@ -102,7 +109,12 @@ def what_comes(batches, *, beside):
             )
     except (StopIteration, DataReadError, RuntimeError) as end:
         assert states() == before
-        return found, type(end), str(end).split("Original traceback")[0], skipped
+        return (
+            found,
+            type(end),
+            str(end).split("Original traceback")[0],
+            skipped,
+        )
     finally:
         batches.close()
 
@@ -186,7 +198,8 @@ def test_step_pass_failure_by_draw_is_independent_of_the_loop(ahead, skip):
         random.seed(seed)
         outcomes.append(
             what_comes(
-                reading(FailsBySeed(), None, skip, ahead=ahead), beside=ahead > 0
+                reading(FailsBySeed(), None, skip, ahead=ahead),
+                beside=ahead > 0,
             )
         )
 
@@ -224,7 +237,9 @@ class SwitchingQueue:
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 5])
-def test_step_pass_serves_steps_that_become_shorter_and_longer(ahead, monkeypatch):
+def test_step_pass_serves_steps_that_become_shorter_and_longer(
+    ahead, monkeypatch
+):
     monkeypatch.setattr(step_pass, "SimpleQueue", SwitchingQueue)
     found = []
 
@@ -236,7 +251,9 @@ def test_step_pass_serves_steps_that_become_shorter_and_longer(ahead, monkeypatc
 
     for seed in range(20):
         found.clear()
-        loop = threading.Thread(target=train, args=[random.Random(seed)], daemon=True)
+        loop = threading.Thread(
+            target=train, args=[random.Random(seed)], daemon=True
+        )
         loop.start()
         loop.join(HANG)
         assert found == list(range(0, 3 * STEPS, 3)), seed
@@ -272,10 +289,14 @@ def test_step_pass_close_ends_a_next_that_waits(monkeypatch):
 def test_array_dataset_is_read_without_saving_generators(collates, monkeypatch):
     looks = []
     monkeypatch.setattr(
-        np.random, "get_state", lambda get=np.random.get_state: looks.append(1) or get()
+        np.random,
+        "get_state",
+        lambda get=np.random.get_state: looks.append(1) or get(),
     )
     collate_fn = np.stack if collates else None
-    given = DataLoader(ArrayDataset(np.arange(24)), batch_size=4, collate_fn=collate_fn)
+    given = DataLoader(
+        ArrayDataset(np.arange(24)), batch_size=4, collate_fn=collate_fn
+    )
     for _ in sharded(given, ONE, prefetch=0):
         pass
     assert bool(looks) == collates

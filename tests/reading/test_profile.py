@@ -14,7 +14,12 @@ from paddle.io import BatchSampler, DataLoader, Dataset
 from paddle_shard import Stream
 from paddle_shard.loader.step_pass import StepPass
 from paddle_shard.reading import profile
-from paddle_shard.reading.profile import READING_AHEAD, WORKER, Profiler, describe_waits
+from paddle_shard.reading.profile import (
+    READING_AHEAD,
+    WORKER,
+    Profiler,
+    describe_waits,
+)
 from tests.data.http_server import serving
 from tests.deadlines import HANG
 from tests.helpers import ONE, sharded
@@ -86,7 +91,9 @@ PLANTED = {
         "Digits.__getitem__",
     ),
     "a slow map function": (
-        lambda: DataLoader(Stream.of(range(NUM_ROWS)).map(augment), batch_size=2),
+        lambda: DataLoader(
+            Stream.of(range(NUM_ROWS)).map(augment), batch_size=2
+        ),
         "augment",
     ),
     "a slow collate_fn": (
@@ -142,9 +149,9 @@ def largest_cause(loader, after_step=watch_reading_ahead):
 @pytest.mark.parametrize("planted", PLANTED)
 def test_profiler_names_a_planted_cause(planted, prefetch):
     make_loader, name = PLANTED[planted]
-    assert largest_cause(sharded(make_loader(), ONE, prefetch=prefetch)).startswith(
-        named(name)
-    )
+    assert largest_cause(
+        sharded(make_loader(), ONE, prefetch=prefetch)
+    ).startswith(named(name))
 
 
 def test_profiler_names_a_slow_file_system():
@@ -241,7 +248,8 @@ def test_profiler_ends_with_no_effect_on_a_forked_child():
     profiler.start()
     for _ in range(20):
         pid = os.fork()
-        if not pid:  # a thread that held a lock at the fork would hang this child
+        # a thread that held a lock at the fork would hang this child
+        if not pid:
             profiler.counts()
             profiler.snapshot()
             profiler.merge(["reading"])
@@ -275,7 +283,9 @@ def start_threads():
 def look_at_a_thread(seconds):
     """Look at a thread that runs, while what the collector calls in this thread lets the others run."""
     looking = threading.get_ident()
-    gc.callbacks.append(lambda *_: threading.get_ident() == looking and time.sleep(0.0))
+    gc.callbacks.append(
+        lambda *_: threading.get_ident() == looking and time.sleep(0.0)
+    )
     thread = threading.Thread(target=start_threads, daemon=True)
     thread.start()
     profiler = Profiler()
@@ -368,7 +378,11 @@ def stack_of(*functions):
     """Code objects as a stack has them: (file of the package, or of the user, name of the function)."""
     codes = []
     for filename, name in functions:
-        path = filename if filename.startswith("/") else profile._PACKAGE + filename
+        path = (
+            filename
+            if filename.startswith("/")
+            else profile._PACKAGE + filename
+        )
         namespace = {}
         exec(compile(f"def {name}(): pass", path, "exec"), namespace)
         codes.append(namespace[name].__code__)
@@ -388,7 +402,11 @@ NEXT = ("loader/iteration.py", "__next__")
             profile.PLACING,
         ),
         (
-            [NEXT, ("ranks/agreement.py", "deliver"), (threading.__file__, "wait")],
+            [
+                NEXT,
+                ("ranks/agreement.py", "deliver"),
+                (threading.__file__, "wait"),
+            ],
             profile.OTHER_RANKS,
         ),
         (
@@ -440,7 +458,12 @@ def test_describe_does_not_count_what_the_device_hides():
 
 
 def test_describe_names_the_largest_causes():
-    counts = {"Digits.__getitem__": 81, "collating": 12, "reading": 4, "placing": 3}
+    counts = {
+        "Digits.__getitem__": 81,
+        "collating": 12,
+        "reading": 4,
+        "placing": 3,
+    }
     assert describe_waits(0.0041, 0.0067, 0.0, counts, 3) == (
         "Rank 3 waits 38% of a step (4.1 ms of 10.8 ms) for data: 81% in Digits.__getitem__, 12% collating."
     )

@@ -39,7 +39,10 @@ class FakeActor:
     def read(self, request):
         asked, _ = pickle.loads(request)
         self.mine.append(asked)
-        return [np.asarray(piece) for piece in pickled((asked, np.arange(3)), Pickler)]
+        return [
+            np.asarray(piece)
+            for piece in pickled((asked, np.arange(3)), Pickler)
+        ]
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +62,12 @@ def pool_of(*, timeout=HANG, persistent=False, **readers):
     reader = SimpleNamespace(dataset=None, num_threads=0)
     options = RayReaders(num=WORKERS, **readers)
     return RayPool(
-        options, settings, reader, WORKERS, worker_timeout=timeout, reads_all=False
+        options,
+        settings,
+        reader,
+        WORKERS,
+        worker_timeout=timeout,
+        reads_all=False,
     )
 
 
@@ -116,7 +124,9 @@ def test_ray_pool_answers_requests_in_order_whatever_dies(seed, monkeypatch):
         assert log == sorted(log)
 
 
-def test_ray_pool_gives_up_a_request_that_kills_its_readers(monkeypatch, caplog):
+def test_ray_pool_gives_up_a_request_that_kills_its_readers(
+    monkeypatch, caplog
+):
     def turn(ray):
         for actor in ray.living:
             actor.place()
@@ -131,7 +141,8 @@ def test_ray_pool_gives_up_a_request_that_kills_its_readers(monkeypatch, caplog)
         pool = pool_of()
         pool.start()
         with pytest.raises(
-            WorkersLostError, match="3 actors in a row died before they could read"
+            WorkersLostError,
+            match="3 actors in a row died before they could read",
         ) as caught:
             answers(pool, 20)
 
@@ -299,7 +310,8 @@ def test_actor_reads_from_the_folder_of_its_rank(monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         gone = READING_ACTOR(0, settings, 0, str(tmp_path / "nowhere"))
         assert (
-            f"which has no folder {tmp_path}/nowhere for relative paths" in gone._where
+            f"which has no folder {tmp_path}/nowhere for relative paths"
+            in gone._where
         )
         assert not os.path.exists("a.txt")
 
@@ -326,11 +338,14 @@ def test_loader_refuses_readers_that_are_none(monkeypatch):
         match="readers must be a paddle_shard.Threads, .* got 4",
     ):
         sharded(loader, ONE, readers=4)
-    external = paddle_shard.ExternalLoader(lambda share: [[np.zeros(4)]], name="other")
+    external = paddle_shard.ExternalLoader(
+        lambda share: [[np.zeros(4)]], name="other"
+    )
     with (
         faked(monkeypatch),
         pytest.raises(
-            ArgumentError, match="another library reads, in processes of its own"
+            ArgumentError,
+            match="another library reads, in processes of its own",
         ),
     ):
         sharded(external, ONE, readers=RayReaders(num=2))
@@ -360,11 +375,13 @@ def test_loader_reads_by_actors(monkeypatch):
     monkeypatch.setattr(ray_readers, "ReadingActor", Reads)
     with faked(monkeypatch, all_answer):
         loader = sharded(
-            paddle.io.DataLoader(Made(), batch_size=4), ONE, readers=RayReaders(num=2)
+            paddle.io.DataLoader(Made(), batch_size=4),
+            ONE,
+            readers=RayReaders(num=2),
         )
-        assert [batch._local_value().numpy().tolist() for batch in loader] == np.arange(
-            16
-        ).reshape(4, 4).tolist()
+        assert [
+            batch._local_value().numpy().tolist() for batch in loader
+        ] == np.arange(16).reshape(4, 4).tolist()
 
 
 class Reads:
@@ -379,6 +396,8 @@ class Reads:
             return [
                 np.asarray(one)
                 for one in pickled(
-                    self.settings.reader.read(asked, self.number, is_first=is_first)
+                    self.settings.reader.read(
+                        asked, self.number, is_first=is_first
+                    )
                 )
             ]

@@ -70,7 +70,9 @@ def test_threads_read_the_batches_of_one_process(
     stop = min(stop, len(straight))
     first = loader(readers=Threads(threads))
     batches = iter(first)
-    found = locals_of(batch for _, batch in zip(range(stop), batches, strict=False))
+    found = locals_of(
+        batch for _, batch in zip(range(stop), batches, strict=False)
+    )
     batches.close()
     second = loader(readers=Threads(threads))
     second.load_state_dict(first.state_dict())
@@ -81,11 +83,14 @@ def test_threads_read_the_batches_of_one_process(
 @pytest.mark.parametrize("workers", [0, 2])
 def test_threads_read_at_the_same_time(workers):
     rows = [
-        row for batch in locals_of(made(waits(0.01), 64, 8, workers)) for row in batch
+        row
+        for batch in locals_of(made(waits(0.01), 64, 8, workers))
+        for row in batch
     ]
     assert [index for index, _ in rows] == list(range(64))
     assert any(in_thread for _, in_thread in rows[16:])
-    assert not any(in_thread for _, in_thread in rows[:8])  # they show who uses the RNG
+    # they show who uses the RNG
+    assert not any(in_thread for _, in_thread in rows[:8])
 
 
 def test_threads_read_in_waves():
@@ -122,7 +127,9 @@ def bad(index):
 def test_threads_name_the_sample_that_failed(workers):
     loader = made(bad, workers=workers)
     found = []
-    with pytest.raises(DataReadError, match="sample 13 failed.*13 cannot be read"):
+    with pytest.raises(
+        DataReadError, match="sample 13 failed.*13 cannot be read"
+    ):
         found += locals_of(iter(loader))
     skipping = made(bad, workers=workers, on_error="skip")
     batches = iter(skipping)
@@ -130,7 +137,9 @@ def test_threads_name_the_sample_that_failed(workers):
         (batch._local_value().numpy(), batches.valid._local_value().numpy())
         for batch in batches
     ]
-    rows = [row for batch, is_valid in valid for row in batch[is_valid].tolist()]
+    rows = [
+        row for batch, is_valid in valid for row in batch[is_valid].tolist()
+    ]
     assert rows == [index for index in range(24) if index not in (13, 15)]
     assert not threads_left()
 
@@ -161,7 +170,9 @@ def test_threads_do_not_keep_a_fork_waiting():
     next(batches)
     next(batches)
     start = time.perf_counter()
-    other = sharded(DataLoader(Made(length=8), batch_size=4, num_workers=1), ONE)
+    other = sharded(
+        DataLoader(Made(length=8), batch_size=4, num_workers=1), ONE
+    )
     assert locals_of(other) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert time.perf_counter() - start < 4
 
@@ -177,12 +188,20 @@ def test_threads_are_advised_where_reads_wait(caplog, monkeypatch):
 
 @pytest.mark.parametrize("readers", [16, Threads])
 def test_threads_argument(readers):
-    with pytest.raises(ArgumentError, match="readers must be a paddle_shard.Threads"):
+    with pytest.raises(
+        ArgumentError, match="readers must be a paddle_shard.Threads"
+    ):
         sharded(DataLoader(Made(), batch_size=4), ONE, readers=readers)
     with pytest.raises(ArgumentError, match="num must be .* 1"):
         Threads(0)
-    with pytest.raises(ArgumentError, match="a stream is read one sample after the"):
-        sharded(DataLoader(Stream.of(range(8)), batch_size=4), ONE, readers=Threads(2))
+    with pytest.raises(
+        ArgumentError, match="a stream is read one sample after the"
+    ):
+        sharded(
+            DataLoader(Stream.of(range(8)), batch_size=4),
+            ONE,
+            readers=Threads(2),
+        )
 
 
 def test_sample_threads_close_while_they_take_the_last_samples():
@@ -213,7 +232,9 @@ def test_sample_threads_closed_amid_a_read_leave_no_one_waiting():
 
     data = Made(read, 24)
     data.uses_rng = False
-    batches = iter(sharded(DataLoader(data, batch_size=4), ONE, readers=Threads(1)))
+    batches = iter(
+        sharded(DataLoader(data, batch_size=4), ONE, readers=Threads(1))
+    )
     next(batches)
     batches.close()
     assert not threads_left("paddle_shard-ahead")

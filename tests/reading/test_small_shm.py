@@ -52,7 +52,9 @@ def _mounts():
         shutil.which("unshare") is None
         or subprocess.run(probe, capture_output=True).returncode
     ):
-        pytest.skip("needs a mount namespace: root, or a user that may make one")
+        pytest.skip(
+            "needs a mount namespace: root, or a user that may make one"
+        )
 
 
 @pytest.mark.processes

@@ -82,17 +82,22 @@ class Batches:
     def _with_tensors(self, batch):
         found = [leaf for leaf in leaves(batch.value) if becomes_tensor(leaf)]
         made = iter(
-            self._maker(found, batch.owned and len(set(map(id, found))) == len(found))()
+            self._maker(
+                found, batch.owned and len(set(map(id, found))) == len(found)
+            )()
         )
         return map_leaves(
-            batch.value, lambda leaf, _: next(made) if becomes_tensor(leaf) else leaf
+            batch.value,
+            lambda leaf, _: next(made) if becomes_tensor(leaf) else leaf,
         )
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        for step in islice(self._steps, max(0, self.executor.depth - self._waiting)):
+        for step in islice(
+            self._steps, max(0, self.executor.depth - self._waiting)
+        ):
             self.executor.submit(step)
             self._waiting += 1
         if not self._waiting:
@@ -107,10 +112,15 @@ class Batches:
 def reading(work, steps, workers=2, reader=None, **settings):
     """Batches that workers read: that of each step is `work(its number)`, or what another reader returns."""
     dataloader = DataLoader(
-        ArrayDataset(np.arange(4)), batch_size=1, num_workers=workers, **settings
+        ArrayDataset(np.arange(4)),
+        batch_size=1,
+        num_workers=workers,
+        **settings,
     )
     idle = []
-    executor = WorkerExecutor(WorkerPool(dataloader, reader or Reader(work)), idle)
+    executor = WorkerExecutor(
+        WorkerPool(dataloader, reader or Reader(work)), idle
+    )
     try:
         yield Batches(executor, steps)
     finally:
@@ -121,7 +131,9 @@ def reading(work, steps, workers=2, reader=None, **settings):
 
 def batch_of(make, **settings):
     """What arrives of a batch that a worker makes."""
-    with reading(lambda step: make(), steps_of(1), workers=1, **settings) as batches:
+    with reading(
+        lambda step: make(), steps_of(1), workers=1, **settings
+    ) as batches:
         (found,) = batches
         return found
 
@@ -133,11 +145,13 @@ Pair = namedtuple("Pair", "first second")
 ARRAYS = {
     "empty": lambda: np.zeros((0, 3), "int64"),
     "0-d": lambda: np.array(2.5),
-    "in Fortran's order": lambda: np.asfortranarray(np.arange(LARGE).reshape(4, -1)),
+    "in Fortran's order": lambda: np.asfortranarray(
+        np.arange(LARGE).reshape(4, -1)
+    ),
     "backwards": lambda: np.arange(LARGE)[::-1],
-    "every second": lambda: np.arange(2 * LARGE, dtype="float32").reshape(-1, 4)[
-        :, ::2
-    ],
+    "every second": lambda: np.arange(2 * LARGE, dtype="float32").reshape(
+        -1, 4
+    )[:, ::2],
     "a row for all": lambda: np.broadcast_to(np.arange(3), (LARGE, 3)),
     "frozen": lambda: np.frombuffer(bytes(range(256)) * 200, np.uint8),
     "booleans": lambda: np.arange(LARGE) % 3 == 0,
@@ -207,7 +221,8 @@ def test_worker_tensors_keep_their_dtype():
     def make():
         ones = paddle.ones([3, 5000])
         return [
-            ones.cast(dtype) for dtype in ("bfloat16", "float16", "int64", "bool")
+            ones.cast(dtype)
+            for dtype in ("bfloat16", "float16", "int64", "bool")
         ] + [
             paddle.to_tensor(2.5),
             paddle.zeros([0, 2]),
@@ -246,7 +261,9 @@ def test_worker_batch_keeps_its_structure():
 
 
 def test_worker_batch_may_have_very_many_arrays():
-    found = batch_of(lambda: [np.full(number % 3, number) for number in range(5000)])
+    found = batch_of(
+        lambda: [np.full(number % 3, number) for number in range(5000)]
+    )
 
     assert [tensor.tolist() for tensor in found] == [
         [number] * (number % 3) for number in range(5000)
@@ -271,10 +288,14 @@ def test_worker_tensors_of_a_batch_share_no_memory(size):
 
 @pytest.mark.parametrize("size", [10, LARGE])
 def test_worker_batch_does_not_change_when_later_ones_come(size):
-    with reading(lambda step: [np.full(size + step, step)], steps_of(20)) as batches:
+    with reading(
+        lambda step: [np.full(size + step, step)], steps_of(20)
+    ) as batches:
         found = list(batches)
 
-    assert all((tensor.numpy() == step).all() for step, (tensor,) in enumerate(found))
+    assert all(
+        (tensor.numpy() == step).all() for step, (tensor,) in enumerate(found)
+    )
     assert [tensor.shape[0] for (tensor,) in found] == [
         size + step for step in range(20)
     ]
@@ -307,12 +328,15 @@ def test_workers_read_in_turn(size, seconds):
     with reading(work, steps_of(100)) as batches:
         for (tensor,) in batches:
             readers.append(int(tensor[0]))
-            if len(readers) % 10 == 0:  # then those that are ready are taken quickly
+            # then those that are ready are taken quickly
+            if len(readers) % 10 == 0:
                 time.sleep(10 * seconds)
 
     assert len(readers) == 100
     assert len(set(readers)) == 2
-    assert all(reader == readers[step % 2] for step, reader in enumerate(readers))
+    assert all(
+        reader == readers[step % 2] for step, reader in enumerate(readers)
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -337,7 +361,9 @@ def test_worker_batch_comes_before_the_next_is_read():
         queue.put(number)
     found = []
     with reading(
-        lambda step: [np.full(10, queue.get(timeout=HANG))], steps_of(LATE), workers=1
+        lambda step: [np.full(10, queue.get(timeout=HANG))],
+        steps_of(LATE),
+        workers=1,
     ) as batches:
         for (tensor,) in batches:
             found.append(int(tensor[0]))
@@ -412,14 +438,19 @@ def test_workers_end_while_batches_are_under_way(bad):
         return [np.full(10, step), (lambda: 0) if step == bad else None]
 
     with reading(work, steps_of(10_000), persistent_workers=True) as batches:
-        assert [int(next(batches)[0][0]) for _ in range(LATE)] == list(range(LATE))
+        assert [int(next(batches)[0][0]) for _ in range(LATE)] == list(
+            range(LATE)
+        )
         batches.executor.close(ended=True)
         assert next(batches, None) is None
 
 
 def test_workers_that_persist_serve_after_a_pass_was_left():
     dataloader = DataLoader(
-        ArrayDataset(np.arange(4)), batch_size=1, num_workers=2, persistent_workers=True
+        ArrayDataset(np.arange(4)),
+        batch_size=1,
+        num_workers=2,
+        persistent_workers=True,
     )
     pool, idle, readers = (
         WorkerPool(dataloader, Reader(lambda step: [step, os.getpid()])),
@@ -452,12 +483,16 @@ def test_workers_that_persist_serve_after_a_pass_was_left():
         (2, 300, 700, True),
     ],
 )
-def test_workers_read_all_steps_once_and_in_order(workers, ahead, steps, persistent):
+def test_workers_read_all_steps_once_and_in_order(
+    workers, ahead, steps, persistent
+):
     def work(step):
         return [np.full([1, 10, 3000][step % 3], step)]
 
     settings = {"prefetch_factor": ahead, "persistent_workers": persistent}
-    with reading(work, steps_of(steps, range(500)), workers, **settings) as batches:
+    with reading(
+        work, steps_of(steps, range(500)), workers, **settings
+    ) as batches:
         found = [int(tensor[0]) for (tensor,) in batches]
 
     assert found == list(range(steps))
@@ -545,7 +580,8 @@ def test_worker_that_cannot_read_a_request_prints_a_traceback(capfd):
     found = []
     with reading(lambda step: [np.array([step])], steps) as batches:
         with pytest.raises(
-            DataReadError, match=r"step 3.*a worker process ended: worker 1 \(exit co"
+            DataReadError,
+            match=r"step 3.*a worker process ended: worker 1 \(exit co",
         ):
             found.extend(int(batch[0][0]) for batch in batches)
         assert next(batches, None) is None
@@ -553,13 +589,17 @@ def test_worker_that_cannot_read_a_request_prints_a_traceback(capfd):
     assert "no number" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("what", "bad"), [("reading", 5), ("sending the batch", LATE)])
+@pytest.mark.parametrize(
+    ("what", "bad"), [("reading", 5), ("sending the batch", LATE)]
+)
 def test_worker_batch_that_cannot_be_sent_fails_at_its_step(what, bad):
     def work(step):
         if step < bad:
             return [np.full(10, step)]
         if what == "reading":
-            return ReadFailure.of(ValueError("this one"), what=what, worker=step % 2)
+            return ReadFailure.of(
+                ValueError("this one"), what=what, worker=step % 2
+            )
         return [lambda: "this one"]
 
     found = []

@@ -66,11 +66,15 @@ def sharded(dataset, workers=2, batch_size=8, **settings):
     if isinstance(
         dataset, WhoReads
     ):  # what all workers read is the same; what each makes of it need not be
-        dataset = Stream.of(dataset).map(lambda number: np.array([number, os.getpid()]))
+        dataset = Stream.of(dataset).map(
+            lambda number: np.array([number, os.getpid()])
+        )
     dataloader = DataLoader(
         dataset, batch_size=batch_size, num_workers=workers, **settings
     )
-    return paddle_shard.shard_dataloader(dataloader, MESH, shard_dims="dp", **own)
+    return paddle_shard.shard_dataloader(
+        dataloader, MESH, shard_dims="dp", **own
+    )
 
 
 def read(loader, steps=None):
@@ -98,7 +102,8 @@ def test_stream_that_worker_init_fn_narrows_is_read_once(workers, batch_size):
     class Batches(Numbers):
         def __iter__(self):
             return (
-                np.arange(first, first + 8) for first in range(self.start, self.end, 8)
+                np.arange(first, first + 8)
+                for first in range(self.start, self.end, 8)
             )
 
     dataset = Batches(0, 32) if batch_size is None else Numbers(0, 32)
@@ -120,7 +125,10 @@ def test_worker_init_fn_has_the_number_of_its_worker():
 
     def collate(numbers):
         return np.array(
-            [[number, *paddle.io.get_worker_info().dataset.told] for number in numbers]
+            [
+                [number, *paddle.io.get_worker_info().dataset.told]
+                for number in numbers
+            ]
         )
 
     rows = np.concatenate(
@@ -128,7 +136,10 @@ def test_worker_init_fn_has_the_number_of_its_worker():
     )
 
     assert rows[:, 0].tolist() == list(range(32))
-    assert {tuple(row) for row in rows[:, 1:].tolist()} == {(0, 0, 1), (1, 0, 1)}
+    assert {tuple(row) for row in rows[:, 1:].tolist()} == {
+        (0, 0, 1),
+        (1, 0, 1),
+    }
 
 
 def test_worker_info_of_an_indexed_data_set_is_the_truth():
@@ -201,7 +212,8 @@ def test_workers_that_do_not_persist_are_gone_after_the_epoch():
 
 
 @pytest.mark.parametrize(
-    ("kind", "persistent"), [(WhoReads, False), (WhoReads, True), (WhoReadsAt, False)]
+    ("kind", "persistent"),
+    [(WhoReads, False), (WhoReads, True), (WhoReadsAt, False)],
 )
 def test_worker_that_is_killed_while_the_loop_works_is_named(kind, persistent):
     batches = iter(sharded(kind(800), persistent_workers=persistent))
@@ -211,7 +223,9 @@ def test_worker_that_is_killed_while_the_loop_works_is_named(kind, persistent):
     time.sleep(0.5)  # here Paddle would raise a SystemError
 
     start = time.monotonic()
-    with pytest.raises(DataReadError, match=r"worker 0 \(exit code -9\)") as caught:
+    with pytest.raises(
+        DataReadError, match=r"worker 0 \(exit code -9\)"
+    ) as caught:
         for _ in batches:
             time.sleep(0.01)
     assert time.monotonic() - start < HANG
@@ -238,7 +252,8 @@ def test_worker_that_dies_at_once_is_named():
         if worker == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for _ in range(3):  # it dies while the machinery is being set up, or right behind
+    # it dies while the machinery is being set up, or right behind
+    for _ in range(3):
         batches = iter(sharded(WhoReads(24), worker_init_fn=die))
         with pytest.raises(DataReadError, match=r"worker 0 \(exit code -9\)"):
             next(batches)
@@ -329,7 +344,9 @@ def test_worker_whose_own_child_lives_on_is_missed_at_once(code, tmp_path):
 
 
 def test_worker_that_is_stopped_counts_as_hung():
-    loader = sharded(Ends(lambda: os.kill(os.getpid(), signal.SIGSTOP)), timeout=4)
+    loader = sharded(
+        Ends(lambda: os.kill(os.getpid(), signal.SIGSTOP)), timeout=4
+    )
     before = children()
     found, error = failure(loader, within=HANG)
 
@@ -446,9 +463,12 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize(
-    ("how", "persistent"), [("at its last line", False), ("ignoring SIGTERM", True)]
+    ("how", "persistent"),
+    [("at its last line", False), ("ignoring SIGTERM", True)],
 )
-def test_workers_of_an_open_pass_end_with_the_process(how, persistent, tmp_path):
+def test_workers_of_an_open_pass_end_with_the_process(
+    how, persistent, tmp_path
+):
     script = tmp_path / "trains.py"
     script.write_text(f"""
 import signal

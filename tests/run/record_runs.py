@@ -51,7 +51,9 @@ class Given:
         found = []
         for rank in range(ranks):
             lines = Path(f"{path}.rank-{rank}.jsonl").read_text().splitlines()
-            for at, (epoch, step, ids, valid) in enumerate(map(json.loads, lines)):
+            for at, (epoch, step, ids, valid) in enumerate(
+                map(json.loads, lines)
+            ):
                 if at == len(found):
                     found.append(((epoch, step), {}))
                 assert found[at][0] == (epoch, step)
@@ -88,7 +90,10 @@ def asked(*arguments, code=0):
     errors = (
         io.StringIO() if as_json else printed
     )  # how far a command is, is not part of what a program reads
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+    with (
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(errors),
+    ):
         try:
             found = main([*map(str, arguments)])
         except SystemExit as left:  # argparse's
@@ -111,7 +116,13 @@ runpy.run_module("paddle_shard", run_name="__main__")
 
 def asked_elsewhere(*arguments, code=0):
     """What `python -m paddle_shard` prints, as JSON, in a process of its own that has no Paddle."""
-    command = [sys.executable, "-c", WITHOUT_PADDLE, *map(str, arguments), "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        WITHOUT_PADDLE,
+        *map(str, arguments),
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     return json.loads(done.stdout)
@@ -127,7 +138,9 @@ def deliveries(rows, data_ranks):
     found = defaultdict(list)
     for job, (epoch, step), of_ranks in rows:
         for rank in data_ranks[job]:
-            for row, (sample, valid) in enumerate(zip(*of_ranks[rank], strict=True)):
+            for row, (sample, valid) in enumerate(
+                zip(*of_ranks[rank], strict=True)
+            ):
                 if valid:
                     found[sample].append((job, epoch, step, rank, row))
     return found

@@ -63,7 +63,12 @@ def loader_of(job, mesh):
         sampler._acc_steps = job.get("accumulation", 1)
         given = DataLoader(data, batch_sampler=sampler)
     return paddle_shard.shard_dataloader(
-        given, mesh, shard_dims=job["dims"], seed=5, record=job["record"], **options
+        given,
+        mesh,
+        shard_dims=job["dims"],
+        seed=5,
+        record=job["record"],
+        **options,
     )
 
 
@@ -77,7 +82,11 @@ def main(path):
     with open(f"{path}.rank-{rank}.jsonl", "w", buffering=1) as log:
         do(job, loader, folder, log)
     report(
-        {"exact": None if job["data"] == "stream" else bool(loader.certificate().exact)}
+        {
+            "exact": None
+            if job["data"] == "stream"
+            else bool(loader.certificate().exact)
+        }
     )
     if dist.get_world_size() > 1:
         dist.barrier()
@@ -99,7 +108,8 @@ def do(job, loader, folder, log):
                     for one in (batch, batches.valid)
                 )
                 print(
-                    json.dumps([batches.epoch, batches.step - 1, ids, valid]), file=log
+                    json.dumps([batches.epoch, batches.step - 1, ids, valid]),
+                    file=log,
                 )
         elif action == "leave":
             batches = None

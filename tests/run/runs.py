@@ -40,8 +40,12 @@ def make(
             Ids(length), batch_size=batch_size, shuffle=shuffle is True
         )
         batch_sampler._acc_steps = accumulation
-    given = DataLoader(Ids(length), batch_sampler=batch_sampler, num_workers=workers)
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
+    given = DataLoader(
+        Ids(length), batch_sampler=batch_sampler, num_workers=workers
+    )
+    return paddle_shard.shard_dataloader(
+        given, mesh, shard_dims="dp", **options
+    )
 
 
 def content(batch):

@@ -31,7 +31,10 @@ from tests.trials import trials
 
 
 def test_certificate_of_a_full_epoch_is_exact():
-    assert str(run_epoch(make(100, 8))) == "epoch 0: each of 100 samples exactly once"
+    assert (
+        str(run_epoch(make(100, 8)))
+        == "epoch 0: each of 100 samples exactly once"
+    )
     assert run_epoch(make(100, 8, tail="drop")).num_samples == 96
     loader = make(100, 8)
     run_epoch(loader)
@@ -91,7 +94,9 @@ def test_certificate_of_a_loop_without_a_batch_is_not_exact(kind, caplog):
             paddle_shard.Stream.of(lambda: iter(range(14))), batch_size=16
         )
     _WARNED.clear()
-    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", tail="drop")
+    loader = paddle_shard.shard_dataloader(
+        given, ONE, shard_dims="dp", tail="drop"
+    )
     assert [*loader] == [*loader] == []
 
     assert caplog.text.count("ended without a batch") == 1
@@ -109,12 +114,18 @@ def test_certificate_counts_a_sample_missed_twice_as_two():
             return super().__getitem__(index)
 
     given = paddle.io.DataLoader(OneBad(10), batch_size=5)
-    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+    loader = paddle_shard.shard_dataloader(
+        given, ONE, shard_dims="dp", on_error="skip"
+    )
     next(iter(loader))
     told = run_epoch(loader)
 
     assert (told.missed, told.repeated) == (2, 5)
-    assert told.delivered == 4 + 9 == told.num_samples - told.missed + told.repeated
+    assert (
+        told.delivered
+        == 4 + 9
+        == told.num_samples - told.missed + told.repeated
+    )
 
 
 def test_certificate_is_not_taken_back_by_an_older_iterator():
@@ -158,7 +169,9 @@ def test_certificate_of_a_stopped_run_spans_its_stops(shuffle):
                 break
         state = json.loads(json.dumps(loader.state_dict()))
 
-    assert str(loader.certificate()) == "epoch 0: each of 100 samples exactly once"
+    assert (
+        str(loader.certificate()) == "epoch 0: each of 100 samples exactly once"
+    )
 
 
 def test_certificate_before_the_end_names_what_is_missing():
@@ -168,12 +181,19 @@ def test_certificate_before_the_end_names_what_is_missing():
     certificate = loader.certificate()
 
     assert not certificate.exact
-    assert (certificate.delivered, certificate.missed, certificate.repeated) == (
+    assert (
+        certificate.delivered,
+        certificate.missed,
+        certificate.repeated,
+    ) == (
         8,
         92,
         0,
     )
-    assert str(certificate) == "epoch 0: 8 of 100 samples delivered once, 92 to come"
+    assert (
+        str(certificate)
+        == "epoch 0: 8 of 100 samples delivered once, 92 to come"
+    )
 
 
 @pytest.mark.parametrize("begun_again", [0, 1, 40])
@@ -207,20 +227,34 @@ def test_certificate_after_a_load_continues_the_account():
 
     for other in (make(100, 8), loader):
         other.load_state_dict(state)
-        assert (other.certificate().epoch, other.certificate().delivered) == (1, 24)
-        assert other.state_dict()["certificate"][0][:4] == [-1, 1, 0, [[0, 24]]], (
-            "of all ranks together"
+        assert (other.certificate().epoch, other.certificate().delivered) == (
+            1,
+            24,
         )
-        assert str(run_epoch(other)) == "epoch 1: each of 100 samples exactly once"
+        assert other.state_dict()["certificate"][0][:4] == [
+            -1,
+            1,
+            0,
+            [[0, 24]],
+        ], "of all ranks together"
+        assert (
+            str(run_epoch(other)) == "epoch 1: each of 100 samples exactly once"
+        )
 
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("indices", (4, 20, 4, 20)), ("indices", (20, 2, 12)), ("estimate", (6, 6, 6))],
+    [
+        ("indices", (4, 20, 4, 20)),
+        ("indices", (20, 2, 12)),
+        ("estimate", (6, 6, 6)),
+    ],
 )
 @pytest.mark.parametrize("length", [60, 100])
 @pytest.mark.parametrize("tail", ["pad", "drop"])
-def test_certificate_takes_a_samplers_end_from_what_was_seen(kind, sizes, length, tail):
+def test_certificate_takes_a_samplers_end_from_what_was_seen(
+    kind, sizes, length, tail
+):
     got, state = [], None
     for number, size in enumerate(sizes):
         loader = make(length, size, tail=tail, **KINDS[kind](length, size))
@@ -228,10 +262,16 @@ def test_certificate_takes_a_samplers_end_from_what_was_seen(kind, sizes, length
             loader.load_state_dict(state)
         batches = iter(loader)
         for _, batch in zip(
-            range(2 if number < len(sizes) - 1 else length), batches, strict=False
+            range(2 if number < len(sizes) - 1 else length),
+            batches,
+            strict=False,
         ):
             valid = batches.valid._local_value().numpy()
-            got += [i for i, real in zip(content(batch)[0], valid, strict=True) if real]
+            got += [
+                i
+                for i, real in zip(content(batch)[0], valid, strict=True)
+                if real
+            ]
         state = json.loads(json.dumps(loader.state_dict()))
         if state["ended"]:
             break
@@ -297,7 +337,9 @@ class Job:
         if self.data_ranks == 1:
             self.untold.clear()
         for rank, (got, ended, epoch) in enumerate(self.each(of_rank)):
-            for of_epoch, ids, valid in got if rank % self.replicas == 0 else ():
+            for of_epoch, ids, valid in (
+                got if rank % self.replicas == 0 else ()
+            ):
                 self.given[of_epoch].update(
                     i for i, real in zip(ids, valid, strict=True) if real
                 )
@@ -334,15 +376,22 @@ class Job:
 
     def check(self):
         told = self.certificate()
-        assert told.epoch == (self.loaders[0].epoch if self.last is None else self.last)
-        got, left = self.given[told.epoch], self.length - len(self.given[told.epoch])
+        assert told.epoch == (
+            self.loaders[0].epoch if self.last is None else self.last
+        )
+        got, left = (
+            self.given[told.epoch],
+            self.length - len(self.given[told.epoch]),
+        )
         once = all(times == 1 for times in got.values())
         ended = told.epoch in self.ended
         if told.epoch in self.unknown:
             assert not told.exact
             return
         own = self.kind in OWN
-        complete = left == 0 or (self.tail == "drop" and (ended or left < self.size))
+        complete = left == 0 or (
+            self.tail == "drop" and (ended or left < self.size)
+        )
         assert (
             told.delivered
             == sum(got.values())
@@ -359,7 +408,10 @@ class Job:
         if (
             self.kind != "blocks" and not own and self.tail != "drop"
         ):  # whose order is that of the first batch size
-            assert (told.missed, told.repeated) == (left, sum(got.values()) - len(got))
+            assert (told.missed, told.repeated) == (
+                left,
+                sum(got.values()) - len(got),
+            )
 
     def resumed(self, how, data_ranks, replicas, size):
         """A job that goes on from this one's saved states."""
@@ -371,7 +423,10 @@ class Job:
         epoch = states[0]["epoch"]
         assert (
             len(
-                {(state["epoch"], state["samples"], state["ended"]) for state in states}
+                {
+                    (state["epoch"], state["samples"], state["ended"])
+                    for state in states
+                }
             )
             == 1
         )
@@ -384,7 +439,9 @@ class Job:
             if how == "one"
             else {rank % len(states) // self.replicas for rank in range(world)}
         )
-        other.given = defaultdict(Counter, {epoch: copy.copy(self.given[epoch])})
+        other.given = defaultdict(
+            Counter, {epoch: copy.copy(self.given[epoch])}
+        )
         known = (
             epoch not in self.untold
             or how == "same loaders"
@@ -396,7 +453,10 @@ class Job:
             else set()
         )
         other.untold = self.untold & {epoch}
-        other.ended, other.last = ({epoch} if states[0]["ended"] else set()), epoch
+        other.ended, other.last = (
+            ({epoch} if states[0]["ended"] else set()),
+            epoch,
+        )
         own = how != "one"
         other.each(
             lambda rank: other.loaders[rank].load_state_dict(
@@ -410,7 +470,9 @@ KINDS = {
     "plain": lambda length, size: {"shuffle": True},
     "blocks": lambda length, size: {"shuffle": BLOCKS},
     "indices": lambda length, size: {
-        "sampler": BatchSampler(sampler=list(range(length))[::-1], batch_size=size)
+        "sampler": BatchSampler(
+            sampler=list(range(length))[::-1], batch_size=size
+        )
     },
     "draws": lambda length, size: {"sampler": Draws(length, 6)},
     "estimate": lambda length, size: {"sampler": Estimates(length, 6)},
@@ -464,7 +526,11 @@ ACTIONS = st.one_of(
     [("deliver", 1), ("check",), ("deliver", 1), ("resumed", "own", (1, 1, 6))],
 )
 @example(
-    "blocks", 17, "pad", (3, 1, 6), [("deliver", 1), ("resumed", "own", (3, 2, 6))] * 2
+    "blocks",
+    17,
+    "pad",
+    (3, 1, 6),
+    [("deliver", 1), ("resumed", "own", (3, 2, 6))] * 2,
 )
 def test_certificate_is_exact_if_and_only_if_each_came_once(
     kind, length, tail, mesh, actions

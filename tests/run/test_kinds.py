@@ -19,7 +19,10 @@ def split():
     data = Made(length=46)
     return sharded(
         DataLoader(
-            data, batch_sampler=DistributedBatchSampler(data, 4, num_replicas=1, rank=0)
+            data,
+            batch_sampler=DistributedBatchSampler(
+                data, 4, num_replicas=1, rank=0
+            ),
         ),
         ONE,
     )
@@ -32,12 +35,15 @@ class Own(DistributedBatchSampler):
 def split_by_your_own():
     data = Made(length=46)
     return sharded(
-        DataLoader(data, batch_sampler=Own(data, 4, num_replicas=1, rank=0)), ONE
+        DataLoader(data, batch_sampler=Own(data, 4, num_replicas=1, rank=0)),
+        ONE,
     )
 
 
 def whole_batches():
-    return sharded(DataLoader(Made(lambda i: np.full(4, i), 6), batch_size=None), ONE)
+    return sharded(
+        DataLoader(Made(lambda i: np.full(4, i), 6), batch_size=None), ONE
+    )
 
 
 def external():
@@ -72,7 +78,10 @@ KINDS = [
 
 @pytest.mark.parametrize("made", KINDS, ids=lambda made: made.__name__)
 def test_run_of_any_kind_is_recorded_and_verified(made, tmp_path, monkeypatch):
-    if made.__name__ in ("webdataset", "parquet") and made.__name__ not in FILES:
+    if (
+        made.__name__ in ("webdataset", "parquet")
+        and made.__name__ not in FILES
+    ):
         pytest.skip("a library is not installed")
     path = tmp_path / "run.jsonl"
     with_record = functools.partial(paddle_shard.shard_dataloader, record=path)
@@ -109,7 +118,9 @@ def test_run_of_any_kind_is_recorded_and_verified(made, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["seed", "shuffle"])
 @pytest.mark.parametrize("stop", [3, 10])
-def test_epoch_that_went_on_in_another_order_is_not_proved(name, stop, tmp_path):
+def test_epoch_that_went_on_in_another_order_is_not_proved(
+    name, stop, tmp_path
+):
     """Unless all of it was delivered by then."""
     record, found = tmp_path / "run.jsonl", []
 
@@ -135,7 +146,9 @@ def test_epoch_that_went_on_in_another_order_is_not_proved(name, stop, tmp_path)
         assert "epoch 0: NOT each of 40 samples exactly once: in" in said
         assert "some samples were missed and as many repeated" in said
         assert (
-            asked("verify", record, "--json", code=1)["epochs"][0]["repeated_positions"]
+            asked("verify", record, "--json", code=1)["epochs"][0][
+                "repeated_positions"
+            ]
             == 0
         )  # not of samples
     else:
@@ -208,7 +221,9 @@ def test_job_that_has_loaded_and_not_begun_changes_no_answer(tmp_path):
 
     def loader():
         return sharded(
-            DataLoader(Made(length=40), batch_size=4, shuffle=True), ONE, record=record
+            DataLoader(Made(length=40), batch_size=4, shuffle=True),
+            ONE,
+            record=record,
         )
 
     def answers():
@@ -216,7 +231,9 @@ def test_job_that_has_loaded_and_not_begun_changes_no_answer(tmp_path):
             asked("verify", record).splitlines()[-2:],
             [
                 one
-                for one in asked("show", record, "--sample", 3, "--json")["delivered"]
+                for one in asked("show", record, "--sample", 3, "--json")[
+                    "delivered"
+                ]
                 if one["recorded"] == "yes"
             ],
             asked("show", record, "--epoch", 0, "--step", 2, "--json"),
@@ -241,7 +258,9 @@ def test_record_finds_later_samples_and_older_meshes(
 ):
     record, state = tmp_path / "run.jsonl", None
     for length, batch_size, override in ((40, 3, ()), (50, 8, ["num_samples"])):
-        given = DataLoader(Made(length=length), batch_size=batch_size, shuffle=True)
+        given = DataLoader(
+            Made(length=length), batch_size=batch_size, shuffle=True
+        )
         loader = sharded(
             given,
             ONE if length == 50 else helpers.mesh([[0]], "mp", "dp"),
@@ -255,7 +274,9 @@ def test_record_finds_later_samples_and_older_meshes(
     (place,) = asked("show", record, "--sample", 45, "--json")["delivered"]
     assert (place["epoch"], place["job"]) == (1, 2)
     assert "must be an int in" in asked("show", record, "--sample", 50, code=2)
-    found = asked("show", record, "--epoch", 0, "--step", 0, "--json")["delivered"]
+    found = asked("show", record, "--epoch", 0, "--step", 0, "--json")[
+        "delivered"
+    ]
     assert [group["ranks"] for group in found] == [[0]]
 
 

@@ -27,7 +27,8 @@ from tests.run.record_runs import asked
 def written(path, count=6):
     for number in range(count):
         append(
-            str(path), {"line": "pass" if number else "begin", "format": 1, "n": number}
+            str(path),
+            {"line": "pass" if number else "begin", "format": 1, "n": number},
         )
     return path.read_bytes().splitlines(keepends=True)
 
@@ -56,12 +57,15 @@ def test_record_line_removed_or_changed_is_found(tmp_path_factory, data):
         "a list": [b"[1]\n"],
     }[kind]
     path.write_bytes(
-        b"".join([*lines[:at], *with_it, *lines[at + 1 + (kind == "swapped") :]])
+        b"".join(
+            [*lines[:at], *with_it, *lines[at + 1 + (kind == "swapped") :]]
+        )
     )
 
     try:
         problems = read_record(str(path))[1]
-    except ArgumentError:  # the first line is gone, and with it what the file is
+    except ArgumentError:
+        # the first line is gone, and with it what the file is
         assert at == 0
         return
     assert problems
@@ -93,7 +97,10 @@ def test_processes_may_append_at_the_same_time(tmp_path):
     append(path, {"line": "begin", "format": 1})
     context = multiprocessing.get_context("fork")
     start = context.Event()
-    jobs = [context.Process(target=_append_many, args=(path, start)) for _ in range(3)]
+    jobs = [
+        context.Process(target=_append_many, args=(path, start))
+        for _ in range(3)
+    ]
     for job in jobs:
         job.start()
     start.set()
@@ -110,7 +117,9 @@ def loader_of(path, mesh=ONE, function=None, **options):
 
 
 def kinds(path):
-    return [json.loads(line)["line"] for line in Path(path).read_text().splitlines()]
+    return [
+        json.loads(line)["line"] for line in Path(path).read_text().splitlines()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +136,9 @@ def kinds(path):
         ("other.txt", ArgumentError, "other.txt' is a file, but no record"),
     ],
 )
-def test_file_that_cannot_be_the_record_is_refused_at_once(path, error, text, tmp_path):
+def test_file_that_cannot_be_the_record_is_refused_at_once(
+    path, error, text, tmp_path
+):
     (tmp_path / "other.txt").write_text("hello\n")
     with pytest.raises(error, match=text):
         loader_of(path if path == 7 else tmp_path / path)
@@ -178,7 +189,9 @@ def test_record_on_a_full_disk_is_an_error_then_one_warning(
     assert kinds(tmp_path / "run.jsonl") == ["begin", "begin"]
 
 
-def test_record_survives_a_handler_that_saves_amid_a_line(tmp_path, monkeypatch):
+def test_record_survives_a_handler_that_saves_amid_a_line(
+    tmp_path, monkeypatch
+):
     from paddle_shard.run import recorder
 
     loader, original = loader_of(tmp_path / "run.jsonl"), recorder.append
@@ -197,7 +210,9 @@ def test_record_survives_a_handler_that_saves_amid_a_line(tmp_path, monkeypatch)
 
     found, problems = read_record(str(tmp_path / "run.jsonl"))
     assert problems == []
-    steps = [line["state"]["steps"] for line in found if line["line"] == "checkpoint"]
+    steps = [
+        line["state"]["steps"] for line in found if line["line"] == "checkpoint"
+    ]
     assert steps == [1, 2]
 
 
@@ -217,7 +232,12 @@ def test_states_at_one_position_are_one_line_and_an_error_is_one(tmp_path):
         list(batches)
 
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["line"] for line in lines] == ["begin", "pass", "checkpoint", "error"]
+    assert [line["line"] for line in lines] == [
+        "begin",
+        "pass",
+        "checkpoint",
+        "error",
+    ]
     assert "DataReadError" in lines[-1]["error"]
     assert [steps for _, steps, _ in lines[-1]["passes"]] == [3]
 
@@ -247,12 +267,15 @@ def test_options_of_any_type_are_in_the_record(tmp_path):
     )
     assert len(list(loader)) == 8
     (line,) = (
-        json.loads(one) for one in (tmp_path / "run.jsonl").read_text().splitlines()[:1]
+        json.loads(one)
+        for one in (tmp_path / "run.jsonl").read_text().splitlines()[:1]
     )
     assert line["options"]["seed"] == "0"
     assert line["options"]["pad_to"] == "{0: ([128, 256], -1)}"
     assert (line["sizes"], line["dealt"]) == ([[0, 4], [16, 8]], True)
-    (found,) = asked("show", tmp_path / "run.jsonl", "--step", 5, "--json")["delivered"]
+    (found,) = asked("show", tmp_path / "run.jsonl", "--step", 5, "--json")[
+        "delivered"
+    ]
     assert (found["ranks"], found["samples"]) == (None, list(range(24, 32)))
     assert "exactly once" in asked("verify", tmp_path / "run.jsonl")
 
@@ -342,7 +365,9 @@ JUNK = [
 
 
 @given(st.data())
-def test_record_commands_survive_lines_of_any_content(whole, tmp_path_factory, data):
+def test_record_commands_survive_lines_of_any_content(
+    whole, tmp_path_factory, data
+):
     path, out = tmp_path_factory.getbasetemp() / "junk.jsonl", io.StringIO()
     lines = [json.loads(line) for line in whole.splitlines()]
     line = data.draw(st.sampled_from(lines))
@@ -370,7 +395,9 @@ def test_record_that_tells_nothing_yet_says_so(tmp_path):
     batches = iter(loader)
     next(batches)
     assert "1 lines" not in asked("verify", path)
-    (found,) = asked("show", path, "--step", 0, "--epoch", 0, "--json")["delivered"]
+    (found,) = asked("show", path, "--step", 0, "--epoch", 0, "--json")[
+        "delivered"
+    ]
     assert (found["recorded"], found["samples"]) == ("not yet", [0, 1, 2, 3])
 
 
@@ -380,7 +407,13 @@ def test_trainer_that_nobody_edits_writes_a_record_too(tmp_path):
             DataLoader(Made(length=8), batch_size=4), ONE, shard_dims="dp"
         )
         list(loader), list(loader)
-    assert kinds(tmp_path / "run.jsonl") == ["begin", "pass", "end", "pass", "end"]
+    assert kinds(tmp_path / "run.jsonl") == [
+        "begin",
+        "pass",
+        "end",
+        "pass",
+        "end",
+    ]
     assert "epoch 1: each of 8 samples exactly once" in asked(
         "verify", tmp_path / "run.jsonl"
     )
@@ -388,7 +421,9 @@ def test_trainer_that_nobody_edits_writes_a_record_too(tmp_path):
 
 @pytest.mark.parametrize("at_the_end", [False, True])
 @pytest.mark.parametrize("kind", ["index", "stream", "sampler"])
-def test_record_epoch_ended_by_the_resumed_job_is_whole(kind, at_the_end, tmp_path):
+def test_record_epoch_ended_by_the_resumed_job_is_whole(
+    kind, at_the_end, tmp_path
+):
     """The state is saved behind the last step of an epoch, before or after the loop has seen that there is no more."""
 
     class Batches:
@@ -398,11 +433,17 @@ def test_record_epoch_ended_by_the_resumed_job_is_whole(kind, at_the_end, tmp_pa
     def made():
         if kind == "stream":
             given = DataLoader(
-                Stream.of(lambda: iter(range(16))).sharding_filter().in_parts(4),
+                Stream.of(lambda: iter(range(16)))
+                .sharding_filter()
+                .in_parts(4),
                 batch_size=4,
             )
         else:
-            how = {"batch_size": 4} if kind == "index" else {"batch_sampler": Batches()}
+            how = (
+                {"batch_size": 4}
+                if kind == "index"
+                else {"batch_sampler": Batches()}
+            )
             given = DataLoader(Made(length=16), **how)
         return sharded(given, ONE, record=tmp_path / "run.jsonl")
 
@@ -415,11 +456,17 @@ def test_record_epoch_ended_by_the_resumed_job_is_whole(kind, at_the_end, tmp_pa
     state = loader.state_dict()
     loader = made()
     loader.load_state_dict(state)
-    assert [len(list(loader)) for _ in range(2)] == ([4, 4] if at_the_end else [0, 4])
+    assert [len(list(loader)) for _ in range(2)] == (
+        [4, 4] if at_the_end else [0, 4]
+    )
     loader.state_dict()
     said = asked("verify", tmp_path / "run.jsonl")
     assert "NOT" not in said
-    noun = {"index": "samples", "stream": "positions of the stream", "sampler": "draws"}
+    noun = {
+        "index": "samples",
+        "stream": "positions of the stream",
+        "sampler": "draws",
+    }
     assert f"epoch 0: each of 16 {noun[kind]}" in said
 
 
@@ -460,7 +507,9 @@ def test_record_is_compared_with_the_order(whole, tmp_path):
 def test_position_that_no_epoch_has_is_told_at_once(whole, tmp_path):
     def far_away(line):
         if line["line"] == "end":
-            line["passes"] = [[number, 10**12, 10**13] for number, *_ in line["passes"]]
+            line["passes"] = [
+                [number, 10**12, 10**13] for number, *_ in line["passes"]
+            ]
 
     path = written_anew(whole, tmp_path / "run.jsonl", far_away)
     assert (

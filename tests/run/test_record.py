@@ -47,9 +47,9 @@ def counted(run):
 def test_record_says_where_each_sample_is(run):
     found = deliveries(counted(run), RANKS)
     for sample in [0, 7, 39, 1000, 1003, 2000, 2001, 2002, 5]:
-        places = asked("show", run.record, "--sample", name_of(sample), "--json")[
-            "delivered"
-        ]
+        places = asked(
+            "show", run.record, "--sample", name_of(sample), "--json"
+        )["delivered"]
         shown = [
             (one["job"], one["epoch"], one["step"], rank, one["row_of_rank"])
             for one in places
@@ -62,9 +62,9 @@ def test_record_says_where_each_sample_is(run):
 
 def test_record_has_the_samples_of_each_rank_at_each_step(run):
     for job, (epoch, step), of_ranks in counted(run):
-        for on in asked("show", run.record, "--epoch", epoch, "--step", step, "--json")[
-            "delivered"
-        ]:
+        for on in asked(
+            "show", run.record, "--epoch", epoch, "--step", step, "--json"
+        )["delivered"]:
             assert on["job"] == job
             names = [one and ":".join(map(str, one)) for one in on["samples"]]
             for rank in on["ranks"]:
@@ -85,7 +85,11 @@ def test_record_proves_the_run_and_says_what_was_lost(run):
         for one in counts
     }
     for (job, epoch), (first, end) in spans.items():
-        steps = [step for number, (of, step), _ in rows if (number, of) == (job, epoch)]
+        steps = [
+            step
+            for number, (of, step), _ in rows
+            if (number, of) == (job, epoch)
+        ]
         assert min(steps) >= first
         assert max(steps) == end - 1
     whole, begun = found["epochs"]
@@ -107,7 +111,13 @@ def test_record_proves_the_run_and_says_what_was_lost(run):
 @pytest.mark.parametrize("data", ["46", "stream"])
 def test_record_of_an_epoch_begun_twice_is_not_exactly_once(data, tmp_path):
     given = Given(tmp_path)
-    does = ["take", 3], ["leave", None], ["take", 99], ["take", 2], ["save", "a"]
+    does = (
+        ["take", 3],
+        ["leave", None],
+        ["take", 99],
+        ["take", 2],
+        ["save", "a"],
+    )
     given.job([0, 1], ["dp"], "dp", 8, *does, data=data)
 
     found = asked("verify", given.record, "--json", code=1)["epochs"]
@@ -118,7 +128,9 @@ def test_record_of_an_epoch_begun_twice_is_not_exactly_once(data, tmp_path):
         real = deliveries([(1, *one) for one in given.rows[0]], {1: [0, 1]})
         assert (
             found[0]["delivered"]
-            == sum(1 for places in real.values() for one in places if one[1] == 0)
+            == sum(
+                1 for places in real.values() for one in places if one[1] == 0
+            )
             == 70
         )
         twice = sorted(
@@ -148,7 +160,9 @@ def test_record_of_a_users_own_order_knows_positions(
     given.job([0], ["dp"], "dp", 8, ["take", 99], data="46", own_sampler=True)
 
     text = asked("verify", given.record)
-    assert "epoch 0: each of 46 draws of the loader's order exactly once" in text
+    assert (
+        "epoch 0: each of 46 draws of the loader's order exactly once" in text
+    )
     assert "the order is that of the loader's own BatchSampler" in text
     assert "the order is that of the loader's own BatchSampler" in asked(
         "show", given.record, "--sample", 3, code=2
@@ -159,12 +173,20 @@ def test_record_of_a_users_own_order_knows_positions(
 def test_record_knows_what_the_certificate_knows(broken, tmp_path):
     """The epoch has ended before the ranks tell each other, and the state that is saved then is of the next one."""
     given = Given(tmp_path)
-    how = {"broken": [broken], "options": {"on_error": "skip"}, "certificates": True}
-    given.job([0, 1], ["dp"], "dp", 8, ["take", 99], ["save", "a"], data="46", **how)
+    how = {
+        "broken": [broken],
+        "options": {"on_error": "skip"},
+        "certificates": True,
+    }
+    given.job(
+        [0, 1], ["dp"], "dp", 8, ["take", 99], ["save", "a"], data="46", **how
+    )
     for _, of_ranks in given.rows[0]:
         assert len(of_ranks) == 2
     found = asked("verify", given.record, "--json", code=1)["epochs"]
-    assert ["1 samples at positions" in one for one in found[0]["problems"]] == [True]
+    assert [
+        "1 samples at positions" in one for one in found[0]["problems"]
+    ] == [True]
     assert (
         found[0]["delivered"],
         found[0]["missed"],
@@ -178,7 +200,9 @@ def test_record_survives_a_change_of_the_batch_size(
     record = tmp_path / "run.jsonl"
     given = DataLoader([np.int64(number) for number in range(7)], batch_size=2)
     batches = iter(
-        loader := sharded(given, ONE, batch_size=[(0, 2), (3, 3)], record=record)
+        loader := sharded(
+            given, ONE, batch_size=[(0, 2), (3, 3)], record=record
+        )
     )
     next(batches)
     assert not loader.certificate().exact
@@ -193,7 +217,9 @@ def test_record_survives_a_change_of_the_batch_size(
 
 def numbers(length=20, rows=4, **options):
     given = DataLoader(
-        [np.int64(number) for number in range(length)], batch_size=rows, shuffle=True
+        [np.int64(number) for number in range(length)],
+        batch_size=rows,
+        shuffle=True,
     )
     return sharded(given, ONE, **options)
 
@@ -213,9 +239,7 @@ def test_record_does_not_count_what_came_before_it(tmp_path):
     assert taken(batches, 1) == rest[:1]
     loader.state_dict()
 
-    says = (
-        "The run was resumed at step 2 of epoch 0, and no line shows how it came there"
-    )
+    says = "The run was resumed at step 2 of epoch 0, and no line shows how it came there"
     assert says in asked("verify", record)
     for command in (
         ("show", record, "--sample", before[0][0]),
@@ -240,13 +264,18 @@ def test_record_compares_samples_of_steps_delivered_twice(
     again = [local(batch) for batch in loader]
     assert first == again[2:]
 
-    found = asked("show", record, "--epoch", 0, "--step", 3, "--json")["delivered"]
+    found = asked("show", record, "--epoch", 0, "--step", 3, "--json")[
+        "delivered"
+    ]
     assert [one["samples"] for one in found] == [first[2], again[3]]
 
 
 def test_record_leaves_out_a_job_that_was_overtaken(tmp_path):
     record = tmp_path / "run.jsonl"
-    first, second = Checkpoints(tmp_path / "saved"), Checkpoints(tmp_path / "saved")
+    first, second = (
+        Checkpoints(tmp_path / "saved"),
+        Checkpoints(tmp_path / "saved"),
+    )
     old = numbers(record=record)
     batches = iter(old)
     taken(batches, 1)
@@ -312,7 +341,9 @@ def test_record_has_no_line_for_a_step(run):
 def test_command_answers_on_a_machine_without_paddle(run):
     found = asked_elsewhere("verify", run.record)
     assert [proof["problems"] for proof in found["epochs"]] == [[], []]
-    assert asked_elsewhere("show", run.record, "--sample", "chat:2")["delivered"]
+    assert asked_elsewhere("show", run.record, "--sample", "chat:2")[
+        "delivered"
+    ]
     assert asked_elsewhere(
         "plan", "--samples", 8, "--batch-size", 4, "--mesh", "dp=2", "--step", 0
     )["step"]

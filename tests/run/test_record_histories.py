@@ -31,7 +31,9 @@ def test_record_remakes_the_order_from_a_saved_state(shuffle, ranks):
     if shuffle == "mixture":
         schedule = [(0, {"a": 2, "b": 1}), (10, {"a": 1, "b": 1})]
         shuffle = Mixture(
-            {"a": Made(length=30), "b": Made(length=7)}, schedule, num_samples=LENGTH
+            {"a": Made(length=30), "b": Made(length=7)},
+            schedule,
+            num_samples=LENGTH,
         ).ordering(
             ShardPlan(
                 num_samples=5, batch_size=1, num_data_ranks=1, shuffle=True
@@ -83,13 +85,17 @@ def dataset(kind):
 class Ranks:
     """The ranks of a job in one process, in lockstep; the first one writes the record."""
 
-    def __init__(self, path, data_ranks, each, accumulation, kind, tail, skip_steps):
+    def __init__(
+        self, path, data_ranks, each, accumulation, kind, tail, skip_steps
+    ):
         self.world, self.loaders, self.batches = data_ranks, [], None
         at = mesh(list(range(data_ranks)))
         for rank in range(data_ranks):
             with simulated_rank(rank, data_ranks):
                 data = dataset(kind)
-                sampler = BatchSampler(data, batch_size=data_ranks * each, shuffle=True)
+                sampler = BatchSampler(
+                    data, batch_size=data_ranks * each, shuffle=True
+                )
                 sampler._acc_steps = accumulation
                 options = {"shuffle": BLOCKS} if kind == "blocks" else {}
                 options |= {"record": path} if rank == 0 else {}
@@ -173,7 +179,13 @@ JOBS = st.lists(
     skip_steps=st.sampled_from([None, None, [(3, 5)], [(0, 1), (9, 14)]]),
 )
 @example(
-    jobs=[(1, 4, [("take", 5), ("certificate", None), ("leave", None), ("take", 9)])],
+    jobs=[
+        (
+            1,
+            4,
+            [("take", 5), ("certificate", None), ("leave", None), ("take", 9)],
+        )
+    ],
     accumulation=1,
     kind="plain",
     tail="pad",
@@ -193,7 +205,9 @@ def test_record_tells_what_each_rank_was_given(
         jobs = [(jobs[0][0], jobs[0][1], does) for _, _, does in jobs]
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "run.jsonl"))
-        delivered, told = _play(path, jobs, accumulation, kind, tail, skip_steps)
+        delivered, told = _play(
+            path, jobs, accumulation, kind, tail, skip_steps
+        )
         lines, problems = read_record(path)
     assert problems == []
     if not told:
@@ -223,14 +237,22 @@ def test_record_tells_what_each_rank_was_given(
         assert not [
             problem for problem in proof["problems"] if "read" in problem
         ]  # all could be, and were
-        of_epoch = {one: count for (of, one), count in wanted.items() if of == epoch}
+        of_epoch = {
+            one: count for (of, one), count in wanted.items() if of == epoch
+        }
         assert proof["delivered"] == sum(of_epoch.values())
         if kind != "mixture":  # which draws a sample as often as it likes
-            assert bool(proof["again"]) == any(count > 1 for count in of_epoch.values())
+            assert bool(proof["again"]) == any(
+                count > 1 for count in of_epoch.values()
+            )
             if "so far" not in proof["text"] and not proof["problems"]:
                 assert len(of_epoch) == proof["num_samples"]
     for sample in {one for _, one in wanted}:
-        name = sample if kind != "mixture" else ("ab"[sample // 1000], sample % 1000)
+        name = (
+            sample
+            if kind != "mixture"
+            else ("ab"[sample // 1000], sample % 1000)
+        )
         places = [
             (leg.start.epoch, step)
             for leg, step, _ in run.places_of(name)
@@ -248,7 +270,9 @@ def test_record_tells_what_each_rank_was_given(
 
 def _rows(leg, step):
     """What the record says each rank has had."""
-    shares = samples_of(leg.plan, leg.job.meshes, leg.start.epoch, step, leg.skips)
+    shares = samples_of(
+        leg.plan, leg.job.meshes, leg.start.epoch, step, leg.skips
+    )
     number = {"a": 0, "b": 1000}
     return [
         [
@@ -263,7 +287,9 @@ def _play(path, jobs, accumulation, kind, tail, skip_steps):
     """Play the jobs; return what counts in the end, and whether any line tells of it."""
     saved, way, told = [], [], False
     for number, (data_ranks, each, does) in enumerate(jobs, 1):
-        times = accumulation if kind == "blocks" or number % 2 else 3 - accumulation
+        times = (
+            accumulation if kind == "blocks" or number % 2 else 3 - accumulation
+        )
         ranks = Ranks(path, data_ranks, each, times, kind, tail, skip_steps)
         way = []  # nothing is continued unless a state is loaded
         for action, what in [

@@ -29,7 +29,9 @@ def rows_of(loader, steps=None):
         found.append(
             [
                 i
-                for i, real in zip(local(batch), local(batches.valid), strict=True)
+                for i, real in zip(
+                    local(batch), local(batches.valid), strict=True
+                )
                 if real
             ]
         )
@@ -54,19 +56,25 @@ def flat(steps):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name"), [(1 + at % 2, name) for at, name in enumerate(FILE_KINDS)]
+    ("ranks", "name"),
+    [(1 + at % 2, name) for at, name in enumerate(FILE_KINDS)],
 )
 def test_rewritten_files_are_not_read_from_the_state(ranks, name, tmp_path):
     kind, paths = (
         FILE_KINDS[name],
-        [tmp_path / f"{number}.{FILE_KINDS[name].ending}" for number in range(6)],
+        [
+            tmp_path / f"{number}.{FILE_KINDS[name].ending}"
+            for number in range(6)
+        ],
     )
     for number, path in enumerate(paths):
         write(path, kind, range(1000 + 10 * number, 1010 + 10 * number))
 
     def made(mesh=ONE):
         return loader_of(
-            kind.stream([str(path) for path in paths]).map(kind.id_of).in_parts(2),
+            kind.stream([str(path) for path in paths])
+            .map(kind.id_of)
+            .in_parts(2),
             mesh,
             size=4,
         )
@@ -88,8 +96,12 @@ def test_rewritten_files_are_not_read_from_the_state(ranks, name, tmp_path):
 
     assert sorted(flat(flat(resumed()))) == sorted(flat(straight[4:]))
     write(paths[3], kind, range(5030, 5040), seconds=10)
-    assert all(f"{WAS}: file 3.{kind.ending} was " in text for text in resumed())
-    anew = [row + 4000 if 1030 <= row < 1040 else row for row in flat(straight[4:])]
+    assert all(
+        f"{WAS}: file 3.{kind.ending} was " in text for text in resumed()
+    )
+    anew = [
+        row + 4000 if 1030 <= row < 1040 else row for row in flat(straight[4:])
+    ]
     assert sorted(flat(flat(resumed("data")))) == sorted(anew)
 
 
@@ -97,7 +109,9 @@ def test_rewritten_files_are_not_looked_for_without_verify(tmp_path):
     path = tmp_path / "0.txt"
     write(path, FILE_KINDS["lines"], range(1000, 1040))
     assert (
-        saved(loader_of(Stream.lines([str(path)]).map(int), verify=None), 2)[1]["data"]
+        saved(loader_of(Stream.lines([str(path)]).map(int), verify=None), 2)[1][
+            "data"
+        ]
         is None
     )
 
@@ -127,14 +141,17 @@ def test_state_saved_before_a_batch_still_knows_the_files(
 def test_rewritten_remote_file_is_known_by_what_its_server_tells(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     content = {
-        f"{number}.txt": text_bytes(range(1000 + 100 * number, 1100 + 100 * number))
+        f"{number}.txt": text_bytes(
+            range(1000 + 100 * number, 1100 + 100 * number)
+        )
         for number in range(4)
     }
     with serving(dict(content)) as server:
 
         def made():
             stream = Stream.lines(
-                [f"{server.url}/{name}" for name in content], shuffle_shards=False
+                [f"{server.url}/{name}" for name in content],
+                shuffle_shards=False,
             )
             return loader_of(stream.map(int).in_parts(2))
 
@@ -164,7 +181,9 @@ def test_override_in_mid_epoch_warns_of_other_samples(tmp_path, caplog):
     for at, lines in ((ended, 0), (state, 1)):
         caplog.clear()
         made().load_state_dict(at, override=["stream"])
-        found = [line for line in caplog.messages if "override=['stream']" in line]
+        found = [
+            line for line in caplog.messages if "override=['stream']" in line
+        ]
         assert len(found) == lines
     assert "Epoch 0 was begun" in found[0]
     assert "16 samples" in found[0]
@@ -172,7 +191,12 @@ def test_override_in_mid_epoch_warns_of_other_samples(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     "change",
-    [{"weights": {"a": 3, "b": 1}}, {"stop": "all"}, {"window": 9}, {"fewer": 1}],
+    [
+        {"weights": {"a": 3, "b": 1}},
+        {"stop": "all"},
+        {"window": 9},
+        {"fewer": 1},
+    ],
 )
 def test_state_of_a_stream_names_other_settings_or_files(change, tmp_path):
     paths = [tmp_path / f"{number}.txt" for number in range(8)]
@@ -181,10 +205,14 @@ def test_state_of_a_stream_names_other_settings_or_files(change, tmp_path):
 
     def made(window=4, fewer=0, weights=None, stop="first"):
         stream = (
-            Stream.lines([str(path) for path in paths[fewer:]]).map(int).shuffle(window)
+            Stream.lines([str(path) for path in paths[fewer:]])
+            .map(int)
+            .shuffle(window)
         )
         return loader_of(
-            Stream.mixture(dict.fromkeys("ab", stream), weights, stop=stop).in_parts(4)
+            Stream.mixture(
+                dict.fromkeys("ab", stream), weights, stop=stop
+            ).in_parts(4)
         )
 
     with pytest.raises(

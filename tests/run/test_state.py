@@ -53,14 +53,18 @@ class OwnWithState(BatchSampler):
 
 SAMPLERS = {
     "the loader's": lambda: None,
-    "sequential": lambda: BatchSampler(sampler=list(range(22, -1, -1)), batch_size=4),
+    "sequential": lambda: BatchSampler(
+        sampler=list(range(22, -1, -1)), batch_size=4
+    ),
     "weighted": lambda: BatchSampler(
         sampler=paddle.io.WeightedRandomSampler([1.0] * 23, 23), batch_size=4
     ),
     "Paddle's": lambda: DistributedBatchSampler(
         Ids(23), 4, num_replicas=1, rank=0, shuffle=True
     ),
-    "buckets": lambda: paddle_shard.BucketBatchSampler(np.arange(1, 24), 4, window=8),
+    "buckets": lambda: paddle_shard.BucketBatchSampler(
+        np.arange(1, 24), 4, window=8
+    ),
     "buckets of tokens": lambda: paddle_shard.BucketBatchSampler(
         np.arange(1, 24), max_tokens=50, window=8
     ),
@@ -83,13 +87,17 @@ def test_run_resumed_at_every_step_is_the_straight_run(tail, shuffle, workers):
     epochs = [rest(straight) for _ in range(2)]
 
     for stop in range(len(epochs[0]) + 1):
-        first = make(tail=tail, shuffle=shuffle, workers=workers if stop == 2 else 0)
+        first = make(
+            tail=tail, shuffle=shuffle, workers=workers if stop == 2 else 0
+        )
         batches = iter(first)
         got = [content(next(batches)) for _ in range(stop)]
         state = json.loads(json.dumps(first.state_dict()))
         batches.close()
 
-        again = make(tail=tail, shuffle=shuffle, workers=workers if stop == 2 else 0)
+        again = make(
+            tail=tail, shuffle=shuffle, workers=workers if stop == 2 else 0
+        )
         again.load_state_dict(state)
         assert len(json.dumps(state)) < 1024
         assert state["ended"] == (stop == len(epochs[0]))
@@ -151,9 +159,11 @@ def test_state_resumes_exactly_on_other_meshes_and_batch_sizes(
                 ids, where, at = per_rank[rank][0][step]
                 delivered += ids
                 if ids:
-                    assert (where.step, where.data_rank, where.row) == (at, rank, 0), (
-                        "where stays true"
-                    )
+                    assert (where.step, where.data_rank, where.row) == (
+                        at,
+                        rank,
+                        0,
+                    ), "where stays true"
         states = json.loads(json.dumps(per_rank[0][1]))
         if states["epoch"] == 1:
             break
@@ -172,9 +182,9 @@ def test_state_resumes_exactly_on_other_meshes_and_batch_sizes(
 
 def delivered_in_order(delivered, order, state):
     upto = len(order) if state["epoch"] == 1 else state["samples"]
-    return sorted(delivered) == sorted(order[:upto]) and len(set(delivered)) == len(
-        delivered
-    )
+    return sorted(delivered) == sorted(order[:upto]) and len(
+        set(delivered)
+    ) == len(delivered)
 
 
 @pytest.mark.parametrize("name", list(SAMPLERS))
@@ -183,12 +193,15 @@ def test_state_resumes_the_epochs_of_the_straight_run(name):
     epochs = [rest(straight) for _ in range(3)]
     for epoch in (0, 1):
         num_steps = len(epochs[epoch])
-        for step in (0, num_steps // 2, num_steps) if epoch else range(num_steps + 1):
+        for step in (
+            (0, num_steps // 2, num_steps) if epoch else range(num_steps + 1)
+        ):
             first = make(sampler=SAMPLERS[name]())
             for _ in range(epoch):
                 rest(first)
             batches = iter(first)
-            for _ in range(step):  # all of the batches, but not the end after them
+            # all of the batches, but not the end after them
+            for _ in range(step):
                 next(batches)
             again = make(sampler=SAMPLERS[name]())
             again.load_state_dict(json.loads(json.dumps(first.state_dict())))
@@ -226,7 +239,8 @@ def test_resume_reads_nothing_of_what_was_delivered():
     assert got == expected
     assert (
         again.dataset.reads == 10 + 4
-    )  # two samples, read twice, by which it sees that the data is that of the state
+        # two samples, read twice, by which it sees that the data is that of the state
+    )
 
 
 def test_state_does_not_count_what_is_read_ahead():
@@ -235,7 +249,10 @@ def test_state_does_not_count_what_is_read_ahead():
     next(batches)
     next(batches)
 
-    assert (loader.state_dict()["samples"], loader.state_dict()["steps"]) == (8, 2)
+    assert (loader.state_dict()["samples"], loader.state_dict()["steps"]) == (
+        8,
+        2,
+    )
     batches.close()
 
 
@@ -288,7 +305,9 @@ def test_break_repeats_the_epoch_or_after_a_load_its_rest():
     assert rest(other) == whole
 
 
-def test_set_epoch_warns_of_a_loaded_epoch_that_is_not_continued(caplog, monkeypatch):
+def test_set_epoch_warns_of_a_loaded_epoch_that_is_not_continued(
+    caplog, monkeypatch
+):
     monkeypatch.setattr("paddle_shard.core.warn_once._WARNED", set())
     straight = make(24, 4)
     rest(straight)
@@ -387,7 +406,9 @@ def test_state_of_an_ended_epoch_is_the_same_after_a_load(tail, shuffle, size):
     assert str(other.certificate()) == str(told)
     assert told.exact
     assert told.num_samples == (8 if tail == "drop" else 11)
-    assert [other.where(sample=sample, epoch=0) for sample in range(11)] == places
+    assert [
+        other.where(sample=sample, epoch=0) for sample in range(11)
+    ] == places
     assert other.where(sample=last[1], epoch=0).step == last[0]
 
 
@@ -438,7 +459,9 @@ def test_state_of_blocks_is_bound_to_blocks_and_accumulation():
 
     make(shuffle=BLOCKS, batch_size=6).load_state_dict(state)
     with pytest.raises(StateError, match="window: saved 2, now 3"):
-        make(shuffle=paddle_shard.Blocks(size=3, window=3)).load_state_dict(state)
+        make(shuffle=paddle_shard.Blocks(size=3, window=3)).load_state_dict(
+            state
+        )
     with pytest.raises(StateError, match="accumulation: saved 1, now 2"):
         make(shuffle=BLOCKS, accumulation=2).load_state_dict(state)
 
@@ -503,7 +526,9 @@ def test_state_that_is_damaged_is_rejected(damage, text):
 
     with pytest.raises(StateError, match=text):
         make().load_state_dict(sealed(state))
-    with pytest.raises(StateError, match="must be what the loader's state_dict"):
+    with pytest.raises(
+        StateError, match="must be what the loader's state_dict"
+    ):
         make().load_state_dict(b"cut sho")
 
 
@@ -511,7 +536,10 @@ def test_state_is_saved_with_paddle_save(tmp_path):
     loader = make()
     next(iter(loader))
     paddle.save(
-        {"model": paddle.nn.Linear(2, 2).state_dict(), "data": loader.state_dict()},
+        {
+            "model": paddle.nn.Linear(2, 2).state_dict(),
+            "data": loader.state_dict(),
+        },
         str(tmp_path / "c.pd"),
     )
     again = make()

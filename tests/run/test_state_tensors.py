@@ -39,7 +39,9 @@ def test_state_tensor_has_one_size():
     assert again.state_dict() == state
 
 
-def test_state_tensor_resumes_from_a_distributed_checkpoint(tmp_path, monkeypatch):
+def test_state_tensor_resumes_from_a_distributed_checkpoint(
+    tmp_path, monkeypatch
+):
     straight, layer = rest(make()), paddle.nn.Linear(2, 2)
     first = make()
     batches = iter(first)
@@ -81,10 +83,16 @@ def test_state_tensor_with_any_other_byte_is_rejected():
         with pytest.raises(StateError, match="damaged|state must be|version"):
             load(damaged)
     for upto in range(0, num_bytes, 61):
-        with pytest.raises(StateError, match="damaged, or holds no loader's state"):
+        with pytest.raises(
+            StateError, match="damaged, or holds no loader's state"
+        ):
             load(whole[:upto])
-        cut = np.concatenate([whole[:upto], np.zeros(len(whole) - upto, "uint8")])
-        with pytest.raises(StateError, match="damaged, or holds no loader's state"):
+        cut = np.concatenate(
+            [whole[:upto], np.zeros(len(whole) - upto, "uint8")]
+        )
+        with pytest.raises(
+            StateError, match="damaged, or holds no loader's state"
+        ):
             load(cut)
     with pytest.raises(StateError, match="damaged, or holds no loader's state"):
         load(whole.astype("float32"))
@@ -112,6 +120,7 @@ def test_state_tensor_cannot_hold_this_sampler(sampler_state, text):
     state = {**make().state_dict(), "sampler": sampler_state}
 
     with pytest.raises(
-        StateError, match=text + r"(?s:.*)paddle.save\(loader.state_dict\(\), path\)"
+        StateError,
+        match=text + r"(?s:.*)paddle.save\(loader.state_dict\(\), path\)",
     ):
         paddle_shard.state_to_tensor(state)

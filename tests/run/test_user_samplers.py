@@ -113,12 +113,14 @@ def test_user_sampler_has_independent_iterators(kind, options):
     epochs = [rest(whole), rest(whole), rest(whole)]
     loader = make(sampler=kind(22, 4), length=22, **options)
 
-    assert [(content(a), content(b)) for a, b in zip(loader, loader, strict=False)] == [
-        (b, b) for b in epochs[0]
-    ]
+    assert [
+        (content(a), content(b)) for a, b in zip(loader, loader, strict=False)
+    ] == [(b, b) for b in epochs[0]]
     for steps in (1, 3, 5):  # a look; loops that are left
         batches = iter(loader)
-        assert [content(next(batches)) for _ in range(steps)] == epochs[1][:steps]
+        assert [content(next(batches)) for _ in range(steps)] == epochs[1][
+            :steps
+        ]
     assert rest(loader) == epochs[1]
     state = json.loads(json.dumps(loader.state_dict()))
     other = make(sampler=kind(22, 4), length=22)
@@ -233,7 +235,9 @@ def test_user_sampler_that_yields_no_more_is_an_error():
     loader = make(4, sampler=Emptied(4, 2))
     assert len(rest(loader)) == 2
 
-    with pytest.raises(ArgumentError, match="Emptied has yielded no batch in epoch 1"):
+    with pytest.raises(
+        ArgumentError, match="Emptied has yielded no batch in epoch 1"
+    ):
         rest(loader)
 
 
@@ -244,7 +248,9 @@ def test_index_sampler_may_change_its_batch_size(drop_last):
     def loader(size):
         return make(
             101,
-            sampler=BatchSampler(sampler=indices, batch_size=size, drop_last=drop_last),
+            sampler=BatchSampler(
+                sampler=indices, batch_size=size, drop_last=drop_last
+            ),
         )
 
     first = loader(6)
@@ -256,7 +262,9 @@ def test_index_sampler_may_change_its_batch_size(drop_last):
         3 * 6 + 82 // 4 * 4 if drop_last else 100
     )  # what is left is cut anew, not what the other size left of it
 
-    assert got + [i for batch in rest(again) for i in batch[0]] == indices[:whole]
+    assert (
+        got + [i for batch in rest(again) for i in batch[0]] == indices[:whole]
+    )
     assert again.certificate().exact
 
 
@@ -275,7 +283,9 @@ def test_paddle_sampler_is_reproduced_bit_for_bit(
     def three_epochs(batch_sampler, **options):
         batch_sampler._acc_steps = accumulation
         given = DataLoader(Ids(length), batch_sampler=batch_sampler)
-        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
+        loader = paddle_shard.shard_dataloader(
+            given, mesh, shard_dims="dp", **options
+        )
         return [[content(batch)[0] for batch in loader] for _ in range(3)]
 
     def theirs():
@@ -300,7 +310,9 @@ def test_paddle_sampler_is_reproduced_bit_for_bit(
 
             assert three_epochs(theirs()) == expected
             assert (
-                three_epochs(plain, shuffle="paddle" if shuffle else PaddleSequential())
+                three_epochs(
+                    plain, shuffle="paddle" if shuffle else PaddleSequential()
+                )
                 == expected
             )
 
@@ -309,7 +321,9 @@ def test_paddle_sampler_is_reproduced_bit_for_bit(
     ("before", "after", "length"),
     [(2, 4, 24), (2, 4, 29), (4, 2, 35), (4, 2, 24), (3, 1, 29), (1, 4, 35)],
 )
-def test_paddle_sampler_without_shuffle_resumes_on_any_ranks(before, after, length):
+def test_paddle_sampler_without_shuffle_resumes_on_any_ranks(
+    before, after, length
+):
     def stretch(num_ranks, state, steps):
         """(rows of the steps in the order of the ranks, state): all steps if `steps` is None."""
         mesh = dist.ProcessMesh(list(range(num_ranks)), dim_names=["dp"])
@@ -340,7 +354,9 @@ def test_paddle_sampler_without_shuffle_resumes_on_any_ranks(before, after, leng
         reports = on_each_rank(range(num_ranks), run)
         return [
             row
-            for step in zip(*(found for found, _ in reports.values()), strict=True)
+            for step in zip(
+                *(found for found, _ in reports.values()), strict=True
+            )
             for rows in step
             for row in rows
         ], reports[0][1]
@@ -368,7 +384,9 @@ def test_user_sampler_without_a_length_is_drawn_once():
             return iter([[0, 1, 2, 3], [4, 5]])
 
         def __len__(self):
-            raise TypeError("as that of Paddle's WeightedRandomSampler, given a list")
+            raise TypeError(
+                "as that of Paddle's WeightedRandomSampler, given a list"
+            )
 
     assert len(rest(make(sampler=NotTold()))) == 2
     assert len(drawn) <= 2, (

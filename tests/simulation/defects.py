@@ -1,7 +1,14 @@
 """Planted defects: weaker rules, of which the simulation must catch each."""
 
 from paddle_shard.ranks import protocol
-from paddle_shard.ranks.decision import END, NEVER, OK, Decision, RankProgress, decide
+from paddle_shard.ranks.decision import (
+    END,
+    NEVER,
+    OK,
+    Decision,
+    RankProgress,
+    decide,
+)
 
 
 def delivers_unasked(self, step):
@@ -29,7 +36,9 @@ def ends_too_early(ranks):
     found = decide(ranks)
     if found.kind != OK:
         return found
-    last = RankProgress(step=NEVER, exhausted=min(one.exhausted for one in ranks))
+    last = RankProgress(
+        step=NEVER, exhausted=min(one.exhausted for one in ranks)
+    )
     return decide([last, *(one for one in ranks if one.kind != OK)])
 
 
@@ -46,7 +55,9 @@ def takes_one_end_for_all(ranks):
     """The pass ends where the first rank has no real rows, and not where the last one has none."""
     found = decide(ranks)
     first = min(one.exhausted for one in ranks)
-    return Decision(first, END) if first < NEVER and first <= found.step else found
+    return (
+        Decision(first, END) if first < NEVER and first <= found.step else found
+    )
 
 
 def forgets_early_notes(self, rank, number, step, note):
@@ -85,14 +96,18 @@ def posts_too_much(self):
     """The step that is read next is on the table, too."""
     if self.table is not None:
         step = min(self.progress.step, self.progress.exhausted) + 1
-        self.table.post(self.number, step, self._num_notes.get(self._member.rank, 0))
+        self.table.post(
+            self.number, step, self._num_notes.get(self._member.rank, 0)
+        )
 
 
 def posts_what_is_not_sent(self):
     """The table shows steps whose notes may not be sent yet."""
     if self.table is not None:
         step = min(self.progress.step, self.progress.exhausted)
-        num_notes = self._num_notes.get(self._member.rank, 0) + len(self._unconfirmed)
+        num_notes = self._num_notes.get(self._member.rank, 0) + len(
+            self._unconfirmed
+        )
         self.table.post(self.number, step, num_notes)
 
 
@@ -149,7 +164,10 @@ DEFECTS = {
         protocol.Iteration,
         {"_announced_by_all": leaves_the_table_at_the_end},
     ),
-    "posts_what_is_not_sent": (protocol.Iteration, {"_post": posts_what_is_not_sent}),
+    "posts_what_is_not_sent": (
+        protocol.Iteration,
+        {"_post": posts_what_is_not_sent},
+    ),
     "reads_what_was_not_compared": (
         protocol.Iteration,
         {"_announced_by_all": reads_what_was_not_compared},

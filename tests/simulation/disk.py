@@ -146,7 +146,9 @@ def trial_of(seed):
     at = 0
     for _ in range(rng.randint(2, 8)):
         at += rng.choice([1, rng.randint(1, 150), rng.randint(1, 150)])
-        act = Act(at, rng.choice(ACTS), rng.random(), rng.choice([1, 1, 10, 100, 400]))
+        act = Act(
+            at, rng.choice(ACTS), rng.random(), rng.choice([1, 1, 10, 100, 400])
+        )
         if act.kind == "fault":
             act.error = rng.choice(sorted(FAILING))
             act.odds = rng.choice([1.0, 0.2])
@@ -163,7 +165,9 @@ def trial_of(seed):
         acts.insert(0, Act(rng.randint(100, 300), "start", 0.0))
         acts[1:] = [replace(act, at=act.at + 600) for act in acts[1:]]
     folder = rng.choice(["/run/saved", "/run/deep/saved"])
-    return Trial(str(seed), kind, folder, splits, rng.random() < 0.6, jobs, acts)
+    return Trial(
+        str(seed), kind, folder, splits, rng.random() < 0.6, jobs, acts
+    )
 
 
 # What is saved
@@ -185,7 +189,9 @@ class Tensor:
     def __init__(self, ranks, length):
         self.shape = [length]
         self.dtype = "paddle.int64"
-        self.process_mesh = SimpleNamespace(process_ids=ranks, shape=[len(ranks)])
+        self.process_mesh = SimpleNamespace(
+            process_ids=ranks, shape=[len(ranks)]
+        )
         self.placements = [Whole()]
         self.values = None
 
@@ -203,7 +209,10 @@ class Holder:
     """An optimizer: two tensors that one rank holds, perhaps one that all ranks hold a part of, and a number."""
 
     def __init__(self, ranks, *, shards):
-        self.tensors = {"first": Tensor(ranks[:1], 2), "last": Tensor(ranks[-1:], 2)}
+        self.tensors = {
+            "first": Tensor(ranks[:1], 2),
+            "last": Tensor(ranks[-1:], 2),
+        }
         if shards:
             self.tensors["all"] = Tensor(ranks, 5)
         self.number = None
@@ -342,7 +351,8 @@ class Job:
         self.loaded = {}  # rank -> step
         self.returned = {}  # token -> ranks on which `save` has returned
         self.failed = {}  # token or "load" -> ranks on which it has failed
-        self.at_save = {}  # token -> counts of calls and faults when the first rank has begun to save it
+        # token -> counts of calls and faults when the first rank has begun to save it
+        self.at_save = {}
         self.required = None
         self.checkpoints = None
         self.records = True
@@ -355,14 +365,20 @@ class Job:
 
     def is_met(self, number):
         """Return whether all ranks take part in a gather, or one of them never will."""
-        return len(self.rounds[number]) == self.plan.size or bool(self.lost(number))
+        return len(self.rounds[number]) == self.plan.size or bool(
+            self.lost(number)
+        )
 
     def lost(self, number):
         missing = [
-            actor for actor in self.actors if actor.rank not in self.rounds[number]
+            actor
+            for actor in self.actors
+            if actor.rank not in self.rounds[number]
         ]
         has_given_up = self.world.count >= self.gives_up_at
-        return [actor.rank for actor in missing if actor.is_done or has_given_up]
+        return [
+            actor.rank for actor in missing if actor.is_done or has_given_up
+        ]
 
 
 class World:
@@ -419,11 +435,15 @@ class World:
                     actor.budget = max(
                         actor.budget, 1
                     )  # it takes the line off before it can be killed
-                raise OSError(getattr(errno, act.error.split()[0]), act.error, name)
+                raise OSError(
+                    getattr(errno, act.error.split()[0]), act.error, name
+                )
         self.say(f"{actor}: {call} {name}")
         last = name.rpartition("/")[2]
         if call == "create" and last.startswith("generation-"):
-            self.claims.setdefault(int(last.removeprefix("generation-")), self.count)
+            self.claims.setdefault(
+                int(last.removeprefix("generation-")), self.count
+            )
         if last == "manifest.json" and call in ("create", "replace"):
             self.num_manifests += 1
 
@@ -518,12 +538,18 @@ class World:
                 ),
                 (
                     lines,
-                    {"os": self.disk.os, "open": self.disk.open, "_lock": self.lock},
+                    {
+                        "os": self.disk.os,
+                        "open": self.disk.open,
+                        "_lock": self.lock,
+                    },
                 ),
             ):
                 for name, value in names.items():
                     stack.enter_context(
-                        mock.patch.object(module, name, value, create=name == "open")
+                        mock.patch.object(
+                            module, name, value, create=name == "open"
+                        )
                     )
             yield
 
@@ -591,11 +617,15 @@ class World:
         """Check what was loaded: it is whole, and no older than what was acknowledged."""
         if step is None:
             if required is not None:
-                raise Failed(f"{who} finds nothing, and {required} was acknowledged")
+                raise Failed(
+                    f"{who} finds nothing, and {required} was acknowledged"
+                )
             return
         found = objects.found()
         if found != {step}:
-            raise Failed(f"{who} finds checkpoint {step} with values of {found}")
+            raise Failed(
+                f"{who} finds checkpoint {step} with values of {found}"
+            )
         if required is not None and self.order(step) < self.order(required):
             raise Failed(f"{who} finds {step}, and {required} was acknowledged")
 
@@ -605,7 +635,8 @@ class World:
 
     def later_claim(self, job, when=math.inf):
         return any(
-            number > job.generation and at < when for number, at in self.claims.items()
+            number > job.generation and at < when
+            for number, at in self.claims.items()
         )
 
     def save(self, actor, mine, objects, token):
@@ -668,7 +699,9 @@ class World:
             return
         faults = job.num_faults
         try:
-            lines.append(RECORD, {"line": kind, "format": lines.FORMAT, "n": number})
+            lines.append(
+                RECORD, {"line": kind, "format": lines.FORMAT, "n": number}
+            )
         except OSError as error:
             job.records = False
             if job.num_faults == faults and not isinstance(
@@ -711,12 +744,17 @@ class World:
                     if actor.frozen_until > self.count
                 ]
                 times += [
-                    job.gives_up_at for job in self.jobs if job.gives_up_at > self.count
+                    job.gives_up_at
+                    for job in self.jobs
+                    if job.gives_up_at > self.count
                 ]
                 times += [act.at for act in acts[:1]]
                 self.count = max(
                     self.count,
-                    min((at for at in times if at < math.inf), default=self.count),
+                    min(
+                        (at for at in times if at < math.inf),
+                        default=self.count,
+                    ),
                 )
                 if not times and self.alive:
                     raise Failed(
@@ -732,7 +770,10 @@ class World:
         self.start(replace(self.trial.jobs[-1], saves=1))
         while self.alive:
             self.move(
-                self.rng.choice([actor for actor in self.alive if actor.may_run()]), []
+                self.rng.choice(
+                    [actor for actor in self.alive if actor.may_run()]
+                ),
+                [],
             )
         self.probe()
         self.check_left(self.trial.jobs[-1].keep)
@@ -834,7 +875,9 @@ class World:
         """Check what a job would find if the host crashed now."""
         self.num_probes += 1
         found = self.disk.root, self.claims
-        self.disk.root = self.crashed(self.rng.choice([0.0, 0.0, 0.2, 0.5, 0.8, 1.0]))
+        self.disk.root = self.crashed(
+            self.rng.choice([0.0, 0.0, 0.2, 0.5, 0.8, 1.0])
+        )
         try:
             self.check_disk()
         finally:
@@ -845,7 +888,9 @@ class World:
         try:
             step = Checkpoints(self.trial.folder).load(**objects.what)
         except PaddleShardError as error:
-            raise Failed(f"a crash leaves what cannot be loaded: {error!r}") from error
+            raise Failed(
+                f"a crash leaves what cannot be loaded: {error!r}"
+            ) from error
         self.check_found("a crash", step, objects, self.acknowledged)
         self.check_record()
 
@@ -866,7 +911,8 @@ class World:
         sound = {one["number"] for one in found if one["n"] in self.lines}
         for problem in (
             problems
-        ):  # a line that was torn while it was written is none that was acknowledged
+            # a line that was torn while it was written is none that was acknowledged
+        ):
             if int(problem.split()[1]) in sound:
                 raise Failed(f"the record has lines {numbers}, and {problem}")
 
@@ -890,7 +936,11 @@ class EveryCrash(World):
         is_more = True
         while is_more:
             self.disk.root = found[0].after_crash(every, {})
-            state = signature(self.disk.root), self.acknowledged, len(self.lines)
+            state = (
+                signature(self.disk.root),
+                self.acknowledged,
+                len(self.lines),
+            )
             try:
                 if state not in self.seen:
                     self.num_probes += 1
@@ -947,8 +997,12 @@ def smaller_trials(trial):
     """Yield trials with one thing less."""
     for name in ("acts", "jobs"):
         things = getattr(trial, name)
-        for number in range(len(things) if len(things) > (name == "jobs") else 0):
-            yield replace(trial, **{name: things[:number] + things[number + 1 :]})
+        for number in range(
+            len(things) if len(things) > (name == "jobs") else 0
+        ):
+            yield replace(
+                trial, **{name: things[:number] + things[number + 1 :]}
+            )
     for number, plan in enumerate(trial.jobs):
         fewer = [{"size": 1}] if plan.size > 1 and not trial.splits else []
         fewer += [{"saves": plan.saves - 1}] if plan.saves else []

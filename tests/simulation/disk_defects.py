@@ -25,7 +25,9 @@ def syncs_no_directories(*paths):
 
 def syncs_only_the_nearest(*paths):
     """The directory in which the folder was made is not synced."""
-    sync(*(path for path in paths if str(path) not in ("/", "/run", "/run/deep")))
+    sync(
+        *(path for path in paths if str(path) not in ("/", "/run", "/run/deep"))
+    )
 
 
 def renames_before_the_data(path, content):
@@ -125,18 +127,30 @@ last_line = lines._last_line
 DEFECTS = {
     "syncs_no_files": (checkpoint_folder, {"sync": syncs_no_files}),
     "syncs_no_directories": (checkpoint_folder, {"sync": syncs_no_directories}),
-    "syncs_only_the_nearest": (checkpoint_folder, {"sync": syncs_only_the_nearest}),
+    "syncs_only_the_nearest": (
+        checkpoint_folder,
+        {"sync": syncs_only_the_nearest},
+    ),
     "renames_before_the_data": (
         checkpoint_folder,
         {"create_file": renames_before_the_data},
     ),
     "marks_first": (checkpoints._RankState, {"write": marks_first}),
     "knows_no_fence": (CheckpointFolder, {"check_fence": knows_no_fence}),
-    "shares_a_generation": (checkpoint_folder, {"create_file": shares_a_generation}),
+    "shares_a_generation": (
+        checkpoint_folder,
+        {"create_file": shares_a_generation},
+    ),
     "looks_once": (CheckpointFolder, {"problems": looks_once}),
     "looks_on_each_rank": (Checkpoints, {"_fill": looks_on_each_rank}),
-    "counts_what_has_failed": (CheckpointFolder, {"clean": counts_what_has_failed}),
-    "cleans_before_the_end": (CheckpointFolder, {"complete": cleans_before_the_end}),
+    "counts_what_has_failed": (
+        CheckpointFolder,
+        {"clean": counts_what_has_failed},
+    ),
+    "cleans_before_the_end": (
+        CheckpointFolder,
+        {"complete": cleans_before_the_end},
+    ),
     "deletes_the_manifest_last": (
         checkpoint_folder,
         {"remove_checkpoint": deletes_the_manifest_last},

@@ -44,7 +44,9 @@ def frozen(value):
     if kind in ATOMS:
         return value
     if kind is list or kind is tuple:
-        return tuple([part if type(part) in ATOMS else frozen(part) for part in value])
+        return tuple(
+            [part if type(part) in ATOMS else frozen(part) for part in value]
+        )
     if isinstance(value, dict):
         return tuple(
             sorted(
@@ -62,7 +64,9 @@ def frozen(value):
         return str(value)
     names = getattr(kind, "__slots__", None) or vars(value)
     parts = [getattr(value, name) for name in names if name not in UNCHANGED]
-    return tuple([part if type(part) in ATOMS else frozen(part) for part in parts])
+    return tuple(
+        [part if type(part) in ATOMS else frozen(part) for part in parts]
+    )
 
 
 UNCHANGED = {"world", "words", "terms", "scripts", "_member"}
@@ -96,7 +100,9 @@ def copied(value, known):
     made = known[id(value)] = object.__new__(kind)
     for name in getattr(kind, "__slots__", None) or vars(value):
         part = getattr(value, name)
-        setattr(made, name, part if type(part) in ATOMS else copied(part, known))
+        setattr(
+            made, name, part if type(part) in ATOMS else copied(part, known)
+        )
     return made
 
 
@@ -219,8 +225,12 @@ class Space:
 
     def copy(self, state, rank):
         """Return a copy of a rank in a world of its own."""
-        ranks = [self._ranks.values[number] for number in state[FIRST:][: self.size]]
-        view = View(self.job, state[NOW], self._words.values[state[WORDS]], ranks)
+        ranks = [
+            self._ranks.values[number] for number in state[FIRST:][: self.size]
+        ]
+        view = View(
+            self.job, state[NOW], self._words.values[state[WORDS]], ranks
+        )
         one = copied(ranks[rank], {id(ranks[rank].world): view})
         view.ranks[rank] = one
         one.world = view
@@ -254,10 +264,19 @@ class Space:
         kind, rank, source = action
         message = slow = None
         if source is not None:
-            message = self._lines.values[state[self._lines_at[source, rank]]][0][0]
+            message = self._lines.values[state[self._lines_at[source, rank]]][
+                0
+            ][0]
         elif kind == "train":
             slow = self._is_ahead(state, rank)
-        key = (state[FIRST + rank], state[NOW], state[WORDS], kind, message, slow)
+        key = (
+            state[FIRST + rank],
+            state[NOW],
+            state[WORDS],
+            kind,
+            message,
+            slow,
+        )
         found = self._steps.get(key)
         if found is None:
             found = self._steps[key] = self._first_step(state, action, message)
@@ -282,7 +301,9 @@ class Space:
                 raise Failed(f"rank {rank}: {result}")
         words = self._words.of(tuple(sorted(view.words.items())))
         number = self._ranks.of(frozen(one), one)
-        return Step(number, words, tuple(view.sent), view.is_cut, view.words.is_read)
+        return Step(
+            number, words, tuple(view.sent), view.is_cut, view.words.is_read
+        )
 
     def _is_ahead(self, state, rank):
         """Return a rank that has not announced the step that this one asks for, if it asks for one."""
@@ -366,7 +387,10 @@ class Space:
         """Return what to try in a state: all that may happen, or enough of it."""
         own = [self.actions(state, rank) for rank in range(self.size)]
         victim = self.victim if state[KILLED] is None else None
-        if victim is not None and self._ranks.values[state[FIRST + victim]].is_done:
+        if (
+            victim is not None
+            and self._ranks.values[state[FIRST + victim]].is_done
+        ):
             victim = None
         kill = [] if victim is None else [("kill", victim, None)]
         if not any(own):
@@ -421,10 +445,13 @@ class Space:
                 step = self.step(state, action)
                 if (step.sent or step.is_cut) and other in empty:
                     return True
-                if (posts and step.reads) or (reads and step.words != state[WORDS]):
+                if (posts and step.reads) or (
+                    reads and step.words != state[WORDS]
+                ):
                     return True
             is_victim = (
-                other == victim and not self._ranks.values[state[FIRST + other]].is_done
+                other == victim
+                and not self._ranks.values[state[FIRST + other]].is_done
             )
             if is_victim:
                 if other in empty:
@@ -442,7 +469,9 @@ class Space:
 
     def ends_in(self, state, *, full=False):
         """Whether nothing is left to explore in a state; what the ranks then come to is compared with the oracle."""
-        ranks = [self._ranks.values[number] for number in state[FIRST:][: self.size]]
+        ranks = [
+            self._ranks.values[number] for number in state[FIRST:][: self.size]
+        ]
         if all(one.is_done for one in ranks):
             for rank in range(self.size):
                 self._verify(state, rank)
@@ -456,8 +485,13 @@ class Space:
 
     def _follow(self, state, rank):
         """Follow one rank to all its ends, while the others do nothing."""
-        announced = [repr(self.announced(state, other)) for other in range(self.size)]
-        lines = [state[self._lines_at[source, rank]] for source in self._sources[rank]]
+        announced = [
+            repr(self.announced(state, other)) for other in range(self.size)
+        ]
+        lines = [
+            state[self._lines_at[source, rank]]
+            for source in self._sources[rank]
+        ]
         key = (rank, state[:WORDS], state[FIRST + rank], *lines, *announced)
         if key in self._followed:
             return
@@ -483,7 +517,9 @@ class Space:
         if state[KILLED] is not None:
             victim, struck_at = state[KILLED]
             fault = Fault("kill", victim, 0)
-        dead = types.SimpleNamespace(is_dead=True, is_connected=True, results=[])
+        dead = types.SimpleNamespace(
+            is_dead=True, is_connected=True, results=[]
+        )
         ranks = [dead] * self.size
         ranks[rank] = one
         world = types.SimpleNamespace(ranks=ranks, struck_at=struck_at)
@@ -543,7 +579,9 @@ def _explore(space, until, full):
             stack.append(iter(space.choices(following, full=full)))
             states.append(following)
         except Failed as failure:
-            raise Failed(f"{failure} in {space.job.scripts} after {path}") from None
+            raise Failed(
+                f"{failure} in {space.job.scripts} after {path}"
+            ) from None
         if len(seen) % 256 == 0 and time.process_time() > until:
             break
     return len(seen)
@@ -570,12 +608,15 @@ def scripts_of(size, num_steps):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--size", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument(
-        "--kill", action="store_true", help="one rank is killed at any moment, or none"
+        "--kill",
+        action="store_true",
+        help="one rank is killed at any moment, or none",
     )
     parser.add_argument(
         "--table",
@@ -583,7 +624,9 @@ def main():
         help="the ranks are on one host, and share a table",
     )
     parser.add_argument(
-        "--full", action="store_true", help="visit all orders of independent actions"
+        "--full",
+        action="store_true",
+        help="visit all orders of independent actions",
     )
     parser.add_argument("--seconds", type=float, default=math.inf)
     options = parser.parse_args()

@@ -22,7 +22,8 @@ class File:
     def __init__(self, content=b""):
         self.content = content
         self.synced = content
-        self.pending = []  # (offset, bytes), or (size, None) where it was cut; since the last sync
+        # (offset, bytes), or (size, None) where it was cut; since the last sync
+        self.pending = []
         self.holder = None  # who has locked it
 
     def write(self, offset, chunk):
@@ -61,7 +62,8 @@ class Folder:
     def __init__(self, entries=()):
         self.entries = dict(entries)
         self.synced = dict(entries)
-        self.pending = []  # tuples of (name, file or folder or None) that are changed at once
+        # tuples of (name, file or folder or None) that are changed at once
+        self.pending = []
 
     def change(self, *changes):
         self.pending.append(changes)
@@ -81,7 +83,8 @@ class Folder:
                     renamed(entries, changes)
             known[self] = Folder()
             known[self].entries = {
-                name: node.after_crash(rng, known) for name, node in entries.items()
+                name: node.after_crash(rng, known)
+                for name, node in entries.items()
             }
             known[self].synced = dict(known[self].entries)
         return known[self]
@@ -131,14 +134,18 @@ def signature(node):
 
 def overlaid(content, offset, chunk):
     return (
-        content[:offset].ljust(offset, b"\0") + chunk + content[offset + len(chunk) :]
+        content[:offset].ljust(offset, b"\0")
+        + chunk
+        + content[offset + len(chunk) :]
     )
 
 
 def applied(content, changes):
     for offset, chunk in changes:
         content = (
-            content[:offset] if chunk is None else overlaid(content, offset, chunk)
+            content[:offset]
+            if chunk is None
+            else overlaid(content, offset, chunk)
         )
     return content
 
@@ -195,7 +202,9 @@ class Disk:
         node = self.root
         for name in filter(None, str(path).split("/")):
             if not isinstance(node, Folder):
-                raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(path))
+                raise NotADirectoryError(
+                    errno.ENOTDIR, "Not a directory", str(path)
+                )
             if name not in node.entries:
                 raise FileNotFoundError(
                     errno.ENOENT, "No such file or directory", str(path)
@@ -240,7 +249,9 @@ class Disk:
     def fsync(self, descriptor):
         path, node = self.descriptors[descriptor]
         try:
-            is_last = isinstance(node, Folder) and "manifest.json" in node.entries
+            is_last = (
+                isinstance(node, Folder) and "manifest.json" in node.entries
+            )
             self.touch("last fsync" if is_last else "fsync", path)
         except OSError:
             node.sync(drops=True)
@@ -251,7 +262,9 @@ class Disk:
         self.touch("listdir", path)
         node = self.find(path)
         if not isinstance(node, Folder):
-            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(path))
+            raise NotADirectoryError(
+                errno.ENOTDIR, "Not a directory", str(path)
+            )
         return list(node.entries)
 
     def stat(self, path):

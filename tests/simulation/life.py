@@ -75,12 +75,14 @@ WAYS = {
     "refuse": 2,
 }
 """Act -> its weight. As rules of their own, Hypothesis would leave out some of them in each life."""
-GRIDS = st.sampled_from([(1, 1), (1, 1), (1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
+GRIDS = st.sampled_from(
+    [(1, 1), (1, 1), (1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
+)
 SIZES = st.one_of(
     st.sampled_from([((0, 6),), ((0, 12),)]),
-    st.tuples(st.integers(1, 90), st.sampled_from([(6, 12), (12, 6), (12, 18)])).map(
-        lambda found: ((0, found[1][0]), (found[0], found[1][1]))
-    ),
+    st.tuples(
+        st.integers(1, 90), st.sampled_from([(6, 12), (12, 6), (12, 18)])
+    ).map(lambda found: ((0, found[1][0]), (found[0], found[1][1]))),
 )
 WEIGHTS = [(2, 1, 0), (1, 1, 0), (1, 3, 0), (3, 2, 2)]
 
@@ -145,7 +147,8 @@ def data_of(given):
     ]
     if given.kind in MIXTURES:
         sources = {
-            name: Ids(1000 * number, SOURCES[name]) for number, name in enumerate(names)
+            name: Ids(1000 * number, SOURCES[name])
+            for number, name in enumerate(names)
         }
         return Mixture(sources, weights=schedule, num_samples=given.length)
     if given.kind in MIXED:
@@ -154,11 +157,17 @@ def data_of(given):
             for number, name in enumerate(names)
         }
         if given.kind == "mixed functions":
-            items = {name: partial(iter, values) for name, values in items.items()}
+            items = {
+                name: partial(iter, values) for name, values in items.items()
+            }
         streams = {name: Stream.of(values) for name, values in items.items()}
-        return Stream.mixture(streams, schedule, stop=given.stop).in_parts(PARTS)
+        return Stream.mixture(streams, schedule, stop=given.stop).in_parts(
+            PARTS
+        )
     if given.kind == "packed":
-        return Packed([{"input_ids": ids} for ids in arrays(given.length)], length=ROW)
+        return Packed(
+            [{"input_ids": ids} for ids in arrays(given.length)], length=ROW
+        )
     stream = Stream.of(range(given.length))
     stages = {
         "mapped": lambda: stream.map(Adds(given.bad)),
@@ -179,7 +188,10 @@ def arrays(length):
 
 def loader_of(given):
     """Make the loader of this rank. The data axis comes second, so that ranks of one data rank lie apart."""
-    ids = [[m * given.ranks + d for d in range(given.ranks)] for m in range(given.mp)]
+    ids = [
+        [m * given.ranks + d for d in range(given.ranks)]
+        for m in range(given.mp)
+    ]
     options = {
         "tail": given.tail,
         "seed": given.seed,
@@ -227,7 +239,9 @@ def name_of(given, sample):
     if given.kind in MIXTURES:
         return "abc"[sample // 1000], sample % 1000
     if given.kind == "packed":
-        rows = [tuple(row["input_ids"].tolist()) for row in _rows_of_packed(given)]
+        rows = [
+            tuple(row["input_ids"].tolist()) for row in _rows_of_packed(given)
+        ]
         return rows.index(sample)
     return sample
 
@@ -266,7 +280,9 @@ class LifeOfARun(RuleBasedStateMachine):
         length += MORE * (kind in (*STREAMS, "packed"))
         bad = ()
         if kind in ("in order", "shuffled", "mapped"):
-            bad = tuple(sorted(draw(st.sets(st.integers(0, length - 1), max_size=2))))
+            bad = tuple(
+                sorted(draw(st.sets(st.integers(0, length - 1), max_size=2)))
+            )
         weights = ((0, WEIGHTS[0]),)
         if kind in MIXTURES + MIXED and draw(st.booleans()):
             weights += (
@@ -306,7 +322,9 @@ class LifeOfARun(RuleBasedStateMachine):
         if given.bad and given.kind in INDEXED and ranks * mp == 1:
             on_error = draw(st.sampled_from(["skip", "raise"]))
         sizes = draw(
-            SIZES if given.kind in INDEXED else st.sampled_from([((0, 6),), ((0, 12),)])
+            SIZES
+            if given.kind in INDEXED
+            else st.sampled_from([((0, 6),), ((0, 12),)])
         )
         has_workers = ranks * mp == 1 and draw(st.integers(0, 19)) == 19
         return {
@@ -369,7 +387,9 @@ class LifeOfARun(RuleBasedStateMachine):
             self.each(lambda rank: self.loaders[rank].close())
 
     @rule(
-        name=st.sampled_from([name for name in WAYS for _ in range(WAYS[name])]),
+        name=st.sampled_from(
+            [name for name in WAYS for _ in range(WAYS[name])]
+        ),
         data=st.data(),
     )
     def act(self, name, data):
@@ -383,7 +403,9 @@ class LifeOfARun(RuleBasedStateMachine):
         of_ranks = self.each(lambda rank: iter(self.loaders[rank]))
         it = self.life.begin()
         self.iterators.append((of_ranks, it))
-        self.trace(f"begin {it.number}: epoch {it.epoch}, {it.start.samples} samples")
+        self.trace(
+            f"begin {it.number}: epoch {it.epoch}, {it.start.samples} samples"
+        )
         expect("epoch", {one.epoch for one in of_ranks.values()}, {it.epoch})
         self.check()
 
@@ -409,7 +431,9 @@ class LifeOfARun(RuleBasedStateMachine):
             step = it.steps[taken - 1]
             rows = rows_of(self.settings, it.start, step)
             read = self.samples_read(it, step, rows)
-            if self.settings.on_error == "raise" and read & {*self.settings.bad}:
+            if self.settings.on_error == "raise" and read & {
+                *self.settings.bad
+            }:
                 self.fail(chosen)
                 break
             found = self.each(lambda rank: rows_here(of_ranks[rank]))
@@ -427,7 +451,9 @@ class LifeOfARun(RuleBasedStateMachine):
         if given.is_stream:
             return set()
         samples = order(given, it.epoch)
-        padding = [samples[k % len(samples)] for k in range(len(rows) - step.count)]
+        padding = [
+            samples[k % len(samples)] for k in range(len(rows) - step.count)
+        ]
         read = [*samples[step.first : step.first + step.count], *padding]
         of_rank = len(rows) // given.ranks
         for first in range(0, len(rows), of_rank):
@@ -440,7 +466,11 @@ class LifeOfARun(RuleBasedStateMachine):
         ranks = self.settings.ranks
         expect("a step less", None in found.values(), False)
         for first in self.world[::ranks]:
-            got = [row for rank in range(first, first + ranks) for row in found[rank]]
+            got = [
+                row
+                for rank in range(first, first + ranks)
+                for row in found[rank]
+            ]
             expect(
                 "valid",
                 [is_real for _, is_real in got],
@@ -467,7 +497,9 @@ class LifeOfARun(RuleBasedStateMachine):
     def leave(self, draw):
         if not self.iterators:
             return
-        of_ranks, it = self.iterators.pop(draw(st.integers(0, len(self.iterators) - 1)))
+        of_ranks, it = self.iterators.pop(
+            draw(st.integers(0, len(self.iterators) - 1))
+        )
         self.trace(f"leave {it.number}")
         self.each(lambda rank: of_ranks[rank].close())
         self.check()
@@ -475,10 +507,16 @@ class LifeOfARun(RuleBasedStateMachine):
     def set_epoch(self, draw):
         now = self.life.epoch
         saved = [one.start.epoch for _, one in self.saved]
-        self.choose(draw(st.sampled_from([now, max(0, now - 1), now + 1, *saved])))
+        self.choose(
+            draw(st.sampled_from([now, max(0, now - 1), now + 1, *saved]))
+        )
 
     def choose(self, epoch):
-        if self.settings.skip and self.has_mixed_sizes and epoch < self.life.known[0]:
+        if (
+            self.settings.skip
+            and self.has_mixed_sizes
+            and epoch < self.life.known[0]
+        ):
             return  # how many steps earlier epochs had is not said then
         for chosen in list(self.iterators):
             if chosen[1].epoch == epoch < self.life.epoch:
@@ -506,7 +544,9 @@ class LifeOfARun(RuleBasedStateMachine):
             expect("state", {name: state[name] for name in wanted}, wanted)
             expect("epoch", loader.epoch, self.life.epoch)
             if not self.settings.is_stream:
-                expect("steps before", state["steps_before"], start.steps_before)
+                expect(
+                    "steps before", state["steps_before"], start.steps_before
+                )
                 expect("len", len(loader), self.life.num_batches())
             expect("JSON", state, json.loads(json.dumps(state)))
         return states
@@ -531,7 +571,9 @@ class LifeOfARun(RuleBasedStateMachine):
         if given.kind in MIXTURES:
             drawn = loader.sources()
             upto = it.epoch * given.length + it.position.samples
-            run = [one for e in range(it.epoch + 1) for one in order(given, e)][:upto]
+            run = [one for e in range(it.epoch + 1) for one in order(given, e)][
+                :upto
+            ]
             counts = Counter("abc"[one // 1000] for one in run)
             expect(
                 "sources",
@@ -595,7 +637,9 @@ class LifeOfARun(RuleBasedStateMachine):
         if new.tail != old.tail:
             override = ["tail"]
             with pytest.raises(StateError, match="tail"):
-                self.each(lambda rank: self.loaders[rank].load_state_dict(states[0]))
+                self.each(
+                    lambda rank: self.loaders[rank].load_state_dict(states[0])
+                )
         self.trace(f"load {saved.start}, by rank: {by_rank}")
         self.each(
             lambda rank: self.loaders[rank].load_state_dict(
@@ -638,7 +682,11 @@ class LifeOfARun(RuleBasedStateMachine):
                 f"{name}: saved .*, now ",
             )
         step = start.steps_before + len(start.past)
-        if indexed and step and not any(a <= step - 1 < b for a, b in given.skip):
+        if (
+            indexed
+            and step
+            and not any(a <= step - 1 < b for a, b in given.skip)
+        ):
             skip = (*given.skip, (step - 1, step + 1))
             changes["skip"] = ({"skip": skip}, "skip_steps: saved .*, now ")
         names = [*changes, *changes.keys() & {"weights", "skip"}]
@@ -653,7 +701,9 @@ class LifeOfARun(RuleBasedStateMachine):
             loader.load_state_dict(state)
         after = loader.state_dict()
         expect(
-            "state", (after["epoch"], after["samples"], after["ended"]), (0, 0, False)
+            "state",
+            (after["epoch"], after["samples"], after["ended"]),
+            (0, 0, False),
         )
 
 
@@ -678,7 +728,11 @@ def run_lives(lives, trace, phases, seed=None, acts=ACTS):
             run_state_machine_as_test(machine, settings=settings)
         except Failed:
             raise
-        except (AssertionError, PaddleShardError, pytest.fail.Exception) as error:
+        except (
+            AssertionError,
+            PaddleShardError,
+            pytest.fail.Exception,
+        ) as error:
             raise Failed(f"{type(error).__name__}: {error}") from error
     return counts
 

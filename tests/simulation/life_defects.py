@@ -30,7 +30,9 @@ def moves_the_epoch(self):
     """A loop that is left moves the run to the next epoch."""
     progress = self._progress
     is_left = (
-        not progress.closed and progress.position.steps and not progress.position.ended
+        not progress.closed
+        and progress.position.steps
+        and not progress.position.ended
     )
     close(self)
     if is_left:
@@ -128,15 +130,24 @@ DEFECTS = {
     "moves_the_epoch": (ShardIterator, {"close": moves_the_epoch}),
     "rounds_down": (Run, {"resume_from": rounds_down}),
     "follows_the_newest": (Run, {"begin": follows_the_newest}),
-    "forgets_the_position": (ShardDataloader, {"set_epoch": forgets_the_position}),
+    "forgets_the_position": (
+        ShardDataloader,
+        {"set_epoch": forgets_the_position},
+    ),
     "counts_skipped_rows": (Batch, {"valid": counts_skipped_rows}),
     "counts_padding": (IteratorProgress, {"deliver": counts_padding}),
-    "accepts_any_schedule": (LoaderState, {"_before_position": accepts_any_schedule}),
+    "accepts_any_schedule": (
+        LoaderState,
+        {"_before_position": accepts_any_schedule},
+    ),
     "skips_steps_of_the_epoch": (Run, {"skips": skips_steps_of_the_epoch}),
     "keeps_the_position": (Run, {"finished": keeps_the_position}),
     "moved_by_old_iterators": (Run, {"resume_from": moved_by_old_iterators}),
     "forgets_the_cut": (Run, {"resume_from": forgets_the_cut}),
     "forgets_the_end": (Run, {"resume_from": forgets_the_end}),
-    "forgets_what_was_delivered": (Run, {"resume_from": forgets_what_was_delivered}),
+    "forgets_what_was_delivered": (
+        Run,
+        {"resume_from": forgets_what_was_delivered},
+    ),
 }
 """Name -> what is replaced where, and by what."""

@@ -35,7 +35,8 @@ class Settings:
     bad: tuple = ()  # samples that cannot be read
     weights: tuple = ((0, (2, 1, 0)),)  # of a mixture
     stop: str = "first"  # of a mixture of streams
-    sizes: tuple = ((0, 6),)  # (sample of the run, rows); of a stream, one entry
+    # (sample of the run, rows); of a stream, one entry
+    sizes: tuple = ((0, 6),)
     skip: tuple = ()
     tail: str = "pad"
     on_error: str = "skip"
@@ -89,23 +90,32 @@ def order(settings, epoch):
 @cache
 def _order(settings, epoch):
     found = [
-        row for step in straight(settings, epoch) for row, is_real in step if is_real
+        row
+        for step in straight(settings, epoch)
+        for row, is_real in step
+        if is_real
     ]
     if settings.kind == "shuffled":
         assert sorted(found) == list(range(settings.length))
     if settings.kind == "packed":
         tokens = [token for row in found for token in row if token]
-        assert sorted(tokens) == [*chain.from_iterable(documents(settings.length))]
+        assert sorted(tokens) == [
+            *chain.from_iterable(documents(settings.length))
+        ]
         assert {len(row) for row in found} == {ROW}
     if settings.kind in MIXTURES:
-        earlier = [row for before in range(epoch) for row in _order(settings, before)]
+        earlier = [
+            row for before in range(epoch) for row in _order(settings, before)
+        ]
         run = earlier + found
         check_shares([row // 1000 for row in run], settings.weights)
         for number, length in enumerate(SOURCES.values()):
             drawn = [row % 1000 for row in run if row // 1000 == number]
             for first in range(0, len(drawn), length):
                 once = drawn[first : first + length]
-                assert len({*once}) == len(once), "a sample twice before all once"
+                assert len({*once}) == len(once), (
+                    "a sample twice before all once"
+                )
                 assert settings.kind == "mixture" or once == sorted(once)
     return found
 
@@ -142,12 +152,16 @@ def parts_of(settings, epoch, each):
     found = cut(range(settings.length), each)
     if settings.kind == "mapped":
         return [
-            [None if i in settings.bad else i + 500 for i in part] for part in found
+            [None if i in settings.bad else i + 500 for i in part]
+            for part in found
         ]
     if settings.kind == "filtered":
         return [[i + 500 for i in part if i % 3] for part in found]
     if settings.kind == "batched":
-        pairs = [[part[at : at + 2] for at in range(0, len(part), 2)] for part in found]
+        pairs = [
+            [part[at : at + 2] for at in range(0, len(part), 2)]
+            for part in found
+        ]
         return [[1000 * pair[0] + pair[-1] for pair in part] for part in pairs]
     steps = straight(plain(settings, PARTS * each), epoch)
     read = [
@@ -178,7 +192,9 @@ def check_part(settings, part, each, read):
     for number, length in enumerate(SOURCES.values()):
         if not any(entry[number] for _, entry in weights):
             continue
-        source = cut([1000 * number + i for i in range(length + MORE)], each)[part]
+        source = cut([1000 * number + i for i in range(length + MORE)], each)[
+            part
+        ]
         drawn = [row for row in read if row // 1000 == number]
         assert drawn == (source * (len(drawn) // len(source) + 1))[: len(drawn)]
         rounds.append(Fraction(len(drawn), len(source)))
@@ -220,12 +236,16 @@ def steps_from(settings, start):
     at = start.samples
     origin = start.epoch * settings.num_samples
     while not start.ended:
-        size = [rows for first, rows in settings.sizes if first <= origin + at][-1]
+        size = [rows for first, rows in settings.sizes if first <= origin + at][
+            -1
+        ]
         if settings.is_stream:
             count = size
             lengths = [
                 len(part)
-                for part in parts_of(settings, start.epoch, each_of(start, settings))
+                for part in parts_of(
+                    settings, start.epoch, each_of(start, settings)
+                )
             ]
             is_short = (at + size) // PARTS > min(lengths)
             is_over = at // PARTS >= max(lengths)
@@ -333,7 +353,8 @@ class Life:
     known: tuple = (0, 0)  # (epoch, steps of the run before it)
     last: Pass = None  # the newest pass that has delivered, or ended
     passes: list = field(default_factory=list)
-    delivered: dict = field(default_factory=dict)  # epoch -> Counter of positions
+    # epoch -> Counter of positions
+    delivered: dict = field(default_factory=dict)
     lost: dict = field(default_factory=dict)
     partial: set = field(
         default_factory=set
@@ -345,7 +366,11 @@ class Life:
         """Go on from a state: of one rank, or of each rank its own."""
         start = saved.start
         epoch = self.epoch = start.epoch
-        self.loaded, self.known, self.last = start, (epoch, start.steps_before), None
+        self.loaded, self.known, self.last = (
+            start,
+            (epoch, start.steps_before),
+            None,
+        )
         for other in self.passes:
             other.is_live = False
         self.delivered = {epoch: saved.delivered.copy()}
@@ -372,7 +397,9 @@ class Life:
 
     def begin(self):
         self.num_passes += 1
-        self.passes.append(Pass(self.settings, self.start(self.epoch), self.num_passes))
+        self.passes.append(
+            Pass(self.settings, self.start(self.epoch), self.num_passes)
+        )
         return self.passes[-1]
 
     def deliver(self, it, taken):
@@ -408,7 +435,9 @@ class Life:
         """Return the pass whose position is that of the run, or None: the next one's beginning is."""
         last = self.last
         return (
-            None if last is None or last.is_over or last.epoch != self.epoch else last
+            None
+            if last is None or last.is_over or last.epoch != self.epoch
+            else last
         )
 
     def position(self):

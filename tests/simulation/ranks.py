@@ -91,7 +91,9 @@ def jobs_of(seed):
         sharing = random.Random(f"memory of {seed}.{len(found)}").choice(
             [(), *3 * [range(size)], range(1, size)]
         )
-        meets = random.Random(f"collectives of {seed}.{len(found)}").random() < 0.5
+        meets = (
+            random.Random(f"collectives of {seed}.{len(found)}").random() < 0.5
+        )
         meets = meets and kind in ("sound", "led")
         job = Job(
             f"{seed}.{len(found)}",
@@ -112,7 +114,9 @@ def jobs_of(seed):
                 rng.randrange(actions),
             )
         found.append(job)
-    return found + [short_job(f"{seed}.short{number}") for number in range(SHORT_JOBS)]
+    return found + [
+        short_job(f"{seed}.short{number}") for number in range(SHORT_JOBS)
+    ]
 
 
 def short_job(seed):
@@ -130,7 +134,9 @@ def short_job(seed):
         length=8 * size * (outcome(script, size)[0] + 1),
     )
     if not job.meets and rng.random() < 0.5:
-        job.fault = Fault("kill", rng.randrange(size), rng.randrange(job.length))
+        job.fault = Fault(
+            "kill", rng.randrange(size), rng.randrange(job.length)
+        )
     return job
 
 
@@ -173,7 +179,9 @@ class Swarm(Schedule):
 
     def __init__(self, rng, length):
         super().__init__(rng)
-        self._changes = {rng.randrange(length) for _ in range(rng.randint(0, 3))}
+        self._changes = {
+            rng.randrange(length) for _ in range(rng.randint(0, 3))
+        }
         self._weights = {}
 
     def choose(self, actions):
@@ -291,7 +299,8 @@ def check(job, world):
             if result != right
         }
         if is_beyond and odd <= {"lost", "deserted", "ended"}:
-            continue  # it is on the other side of what has happened, or goes on when the others have given up
+            # it is on the other side of what has happened, or goes on when the others have given up
+            continue
         *before, last = one.results
         at = min(len(before), len(expected) - 1)
         if (
@@ -353,7 +362,9 @@ def shrunk(seed):
 def smaller_jobs(job):
     """Yield jobs with one thing less."""
     for number in range(len(job.scripts) if len(job.scripts) > 1 else 0):
-        yield replace(job, scripts=job.scripts[:number] + job.scripts[number + 1 :])
+        yield replace(
+            job, scripts=job.scripts[:number] + job.scripts[number + 1 :]
+        )
     for name, less in (
         ("fault", None),
         ("threaded", ()),

@@ -18,8 +18,10 @@ class Script:
 
     prefetch: int = 2
     ends: dict = field(default_factory=dict)  # rank -> first step without data
-    fails: dict = field(default_factory=dict)  # rank -> step whose reading fails
-    exhausted: dict = field(default_factory=dict)  # rank -> first step of padding
+    # rank -> step whose reading fails
+    fails: dict = field(default_factory=dict)
+    # rank -> first step of padding
+    exhausted: dict = field(default_factory=dict)
     break_at: int | None = None  # all ranks leave before this step
     must_agree: bool = False
     noisy: float = 0.0  # how often a rank has a note
@@ -41,11 +43,17 @@ class Script:
 def note_of(rank, step, script):
     """A rank's note on a step: on its first one and now and then. At odd steps, ranks that have one have the same."""
     if script.noisy < 0 or (
-        step and random.Random(f"{rank} {step} {script.noisy}").random() >= script.noisy
+        step
+        and random.Random(f"{rank} {step} {script.noisy}").random()
+        >= script.noisy
     ):
         return None
     # The hub groups equal notes.
-    return f"step {step}" if step % 2 else f"rank {rank}, step {step}" * (1 + 3 * rank)
+    return (
+        f"step {step}"
+        if step % 2
+        else f"rank {rank}, step {step}" * (1 + 3 * rank)
+    )
 
 
 def outcome(script, size):
@@ -60,13 +68,21 @@ def outcome(script, size):
     if script.break_at is not None:
         limits.append((script.break_at, "left"))
     differs = min(script.differs.values(), default=None)
-    if differs is not None and size > 1 and differs < min(step for step, _ in limits):
+    if (
+        differs is not None
+        and size > 1
+        and differs < min(step for step, _ in limits)
+    ):
         return differs, "differs", None
     step = min(step for step, _ in limits)
     kinds = {kind for at, kind in limits if at == step}
     kind = next(kind for kind in ("left", "failed", "ended") if kind in kinds)
     if kind == "failed":
-        return step, "failed", sorted(r for r, s in script.fails.items() if s == step)
+        return (
+            step,
+            "failed",
+            sorted(r for r, s in script.fails.items() if s == step),
+        )
     if kind == "ended" and script.must_agree:
         ended = sorted(r for r, s in script.ends.items() if s == step)
         if 0 < len(ended) < size:
@@ -112,7 +128,9 @@ def random_script(rng, size):
 
 def short_script(rng, size):
     """A pass of few steps that ends, fails or has no real rows any more on some ranks, at steps close to each other."""
-    script = Script(prefetch=rng.randint(1, 3), noisy=rng.choice([-1, 0.3, 0.5]))
+    script = Script(
+        prefetch=rng.randint(1, 3), noisy=rng.choice([-1, 0.3, 0.5])
+    )
     last = rng.choice([0, 1, 2, *range(3, 8)])
     steps = {rank: last + rng.randint(0, 2) for rank in range(size)}
     some = rng.sample(range(size), rng.randint(1, size))
@@ -132,7 +150,9 @@ def short_script(rng, size):
 def differing_script(rng, size, *, is_other):
     """One rank iterates over something else, or has other data."""
     script = Script(
-        prefetch=rng.randint(1, 6), ends=dict.fromkeys(range(size), 12), noisy=-1
+        prefetch=rng.randint(1, 6),
+        ends=dict.fromkeys(range(size), 12),
+        noisy=-1,
     )
     odd = rng.randrange(size)
     if is_other:
@@ -195,7 +215,9 @@ def result_of(step, error):
     if isinstance(error, DifferentDataError):
         return (
             step,
-            "differs" if f"At step {step} of" in str(error) else f"wrongly: {error}",
+            "differs"
+            if f"At step {step} of" in str(error)
+            else f"wrongly: {error}",
             None,
         )
     return step, f"wrongly: {error!r}", None

@@ -52,10 +52,13 @@ def planted(defects, name):
 def parser_of(module, defects):
     """Return the parser of a simulator's command line."""
     parser = argparse.ArgumentParser(
-        description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--seed", type=int, help="run one trial, and print its digest and counts"
+        "--seed",
+        type=int,
+        help="run one trial, and print its digest and counts",
     )
     parser.add_argument(
         "--trace", action="store_true", help="with --seed: print each action"
@@ -96,7 +99,9 @@ def _run_many(options, module, counted):
         try:
             totals = [
                 total + count
-                for total, count in zip(totals, module.run(seed)[1:], strict=True)
+                for total, count in zip(
+                    totals, module.run(seed)[1:], strict=True
+                )
             ]
         except Failed as failure:
             command = f"python -m {module.__spec__.name} --seed {seed} --trace"
@@ -105,9 +110,13 @@ def _run_many(options, module, counted):
             return 1
         done += 1
         if done % 500 == 0:
-            print(f"{done} trials, {time.monotonic() - begun:.0f} s", flush=True)
+            print(
+                f"{done} trials, {time.monotonic() - begun:.0f} s", flush=True
+            )
     counts = ", ".join(
         f"{total} {what}" for total, what in zip(totals, counted, strict=True)
     )
-    print(f"{done} trials, {counts}, {time.monotonic() - begun:.0f} s: no failure")
+    print(
+        f"{done} trials, {counts}, {time.monotonic() - begun:.0f} s: no failure"
+    )
     return 0

@@ -41,7 +41,9 @@ def test_simulation_catches_a_planted_defect(defect):
     raise AssertionError(f"{caught} of 10 seeds catch it, not 2")
 
 
-SCRIPT = Script(prefetch=1, ends={0: 1}, fails={1: 1}, must_agree=True, noisy=-1)
+SCRIPT = Script(
+    prefetch=1, ends={0: 1}, fails={1: 1}, must_agree=True, noisy=-1
+)
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,14 @@ class Memory:
             self.words[number, self.rank] = (step, num_notes)
 
     def least(self, number, heard):
-        words = {rank: self.words.get((number, rank)) for rank in range(self.size)}
+        words = {
+            rank: self.words.get((number, rank)) for rank in range(self.size)
+        }
         if None in words.values() or not self.is_found:
             return -1
         if any(
-            num_notes > heard.get(rank, 0) for rank, (_, num_notes) in words.items()
+            num_notes > heard.get(rank, 0)
+            for rank, (_, num_notes) in words.items()
         ):
             return 0
         return min(step for step, _ in words.values())
@@ -68,7 +71,8 @@ class Rank:
         self.turned_at = 0.0
         self.frozen_until = 0.0
         self.is_dead = False
-        self.meets = None  # the step at which it waits in a collective, and none of its threads runs
+        # the step at which it waits in a collective, and none of its threads runs
+        self.meets = None
 
     @property
     def script(self):
@@ -112,11 +116,16 @@ class Rank:
         self.step, self.allowed, self.phase = 0, 0, "next"
 
     def _next(self):
-        if self.step in (self.script.break_at, self.script.leaves.get(self.rank)):
+        if self.step in (
+            self.script.break_at,
+            self.script.leaves.get(self.rank),
+        ):
             self._finish((self.step, "left", None))
             return
         self.allowed = max(
-            self.allowed, self.step + self.script.prefetch, self.state.wanted(self.step)
+            self.allowed,
+            self.step + self.script.prefetch,
+            self.state.wanted(self.step),
         )
         self.phase = "ask" if self.is_threaded else "read"
 
@@ -144,7 +153,9 @@ class Rank:
             except PeerLostError as error:
                 self.is_awake = True
                 self._finish(result_of(self.step, error))
-            self.is_awake = self.is_awake or state.is_due or bool(self.member.outbox)
+            self.is_awake = (
+                self.is_awake or state.is_due or bool(self.member.outbox)
+            )
             return
         state.waits_since = None
         if found:
@@ -158,10 +169,14 @@ class Rank:
                 if one.kind == FAIL and one.step == self.step
             ]
             is_right = str(error).endswith(f"report of {failed[0]}")
-            self._finish((self.step, "failed" if is_right else str(error), failed))
+            self._finish(
+                (self.step, "failed" if is_right else str(error), failed)
+            )
             return
         self._finish(
-            (self.step, "ended", None) if error is None else result_of(self.step, error)
+            (self.step, "ended", None)
+            if error is None
+            else result_of(self.step, error)
         )
 
     def _deliver(self):
@@ -176,7 +191,9 @@ class Rank:
             rank: note_of(rank, self.step, self.script)
             for rank in range(self.world.size)
         }
-        if received != {rank: note for rank, note in notes.items() if note is not None}:
+        if received != {
+            rank: note for rank, note in notes.items() if note is not None
+        }:
             self._finish((self.step, f"wrong notes: {received}", None))
             return
         self.step += 1
@@ -206,7 +223,9 @@ class Rank:
         self.is_awake = True
         self.results.append(result)
         self.finished_at = self.world.now
-        is_over = result[1] in ("lost", "deserted") or result[1].startswith("wrong")
+        is_over = result[1] in ("lost", "deserted") or result[1].startswith(
+            "wrong"
+        )
         is_over = is_over or len(self.results) == len(self.world.scripts)
         self.phase = "done" if is_over else "open"
 
@@ -301,7 +320,9 @@ class Rank:
 
     def may_take(self):
         """Whether its driver takes messages."""
-        return self.is_connected and not self.is_dead and self.member.loss is None
+        return (
+            self.is_connected and not self.is_dead and self.member.loss is None
+        )
 
     def next_time(self):
         """Return when it may do something, if nothing happens before."""

@@ -60,7 +60,9 @@ class OfThisRank(Unindexed):
 def padded(samples):
     longest = max(len(sample["ids"]) for sample in samples)
     rows = [
-        np.pad(sample["ids"], (0, longest - len(sample["ids"])), constant_values=-1)
+        np.pad(
+            sample["ids"], (0, longest - len(sample["ids"])), constant_values=-1
+        )
         for sample in samples
     ]
     return {
@@ -88,7 +90,11 @@ def read(given, mesh=MESH, **options):
                 "Replicate()"
             ] * len(batch["ids"].placements)
             steps.append(
-                [*here, valid._local_value().numpy().tolist(), real.numpy().tolist()]
+                [
+                    *here,
+                    valid._local_value().numpy().tolist(),
+                    real.numpy().tolist(),
+                ]
             )
     except (PaddleShardError, TypeError) as raised:
         error = f"{type(raised).__name__}: {raised}"
@@ -98,7 +104,9 @@ def read(given, mesh=MESH, **options):
 def ragged():
     """What is said where values of several lengths are to be gathered."""
     batches = iter(
-        paddle_shard.shard_dataloader(loader(Texts(), collate_fn=padded)(), MESH)
+        paddle_shard.shard_dataloader(
+            loader(Texts(), collate_fn=padded)(), MESH
+        )
     )
     try:
         paddle_shard.gather_valid(next(batches)["ids"], batches.valid)
@@ -111,7 +119,9 @@ def loader(data, size=4, **settings):
 
 
 CASES = {
-    "rows": lambda: read(loader(Rows()), shard_dims="dp", is_dataset_splitted=True),
+    "rows": lambda: read(
+        loader(Rows()), shard_dims="dp", is_dataset_splitted=True
+    ),
     "rows, no axis": lambda: read(loader(Rows())),
     "rows, another name": lambda: read(
         loader(Rows()), dist.ProcessMesh([0, 1], dim_names=["x"])
@@ -123,7 +133,9 @@ CASES = {
     "stream, axis": lambda: read(loader(Unindexed()), shard_dims="dp"),
     "stream of this rank": lambda: read(loader(OfThisRank())),
     "stream of this rank, unsaid": lambda: read(loader(OfThisRank(says=False))),
-    "batches": lambda: read(lambda: Stream.of(lambda: iter(Unindexed())).batch(4)),
+    "batches": lambda: read(
+        lambda: Stream.of(lambda: iter(Unindexed())).batch(4)
+    ),
     "no length": lambda: read(
         lambda: DataLoader(Stream.of(lambda: iter(Unindexed())), batch_size=4)
     ),
@@ -134,7 +146,8 @@ CASES = {
 
 
 if __name__ == "__main__":
-    mend_process_mesh()  # the mode's DataLoader needs it before a loader of ours is made
+    # the mode's DataLoader needs it before a loader of ours is made
+    mend_process_mesh()
     dist.enable_auto_dp()
     dist.init_parallel_env()
     report({name: CASES[name]() for name in sys.argv[1:]})

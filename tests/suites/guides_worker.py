@@ -18,7 +18,9 @@ from paddle_shard.testing import report
 
 class RandomDataset(Dataset):
     def __init__(self, make, num_samples=18):
-        self.rows = [make(np.random.RandomState(row)) for row in range(num_samples)]
+        self.rows = [
+            make(np.random.RandomState(row)) for row in range(num_samples)
+        ]
 
     def __getitem__(self, index):
         return self.rows[index]
@@ -40,7 +42,10 @@ class MlpModel(paddle.nn.Layer):
 class TextModel(paddle.nn.Layer):
     def __init__(self):
         super().__init__()
-        self.embed, self.head = paddle.nn.Embedding(32, 8), paddle.nn.Linear(8, 32)
+        self.embed, self.head = (
+            paddle.nn.Embedding(32, 8),
+            paddle.nn.Linear(8, 32),
+        )
 
     def forward(self, ids, labels=None):
         logits = self.head(self.embed(ids))
@@ -59,7 +64,9 @@ def trained(loader, loss_of, optimizer):
             optimizer.clear_grad()
             replicated = [dist.Replicate()] * len(loss.process_mesh.shape)
             losses.append(
-                dist.reshard(loss, loss.process_mesh, replicated)._local_value().item()
+                dist.reshard(loss, loss.process_mesh, replicated)
+                ._local_value()
+                .item()
             )
     return losses
 
@@ -94,18 +101,24 @@ def to_distributed():
     """Follows `to_distributed_api_for_llama.py` of Paddle's tests: Paddle calls `shard_dataloader` itself."""
     paddle.seed(7)
     model = TextModel()
-    optimizer = paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters())
+    optimizer = paddle.optimizer.SGD(
+        learning_rate=0.1, parameters=model.parameters()
+    )
     data = RandomDataset(lambda draw: tuple(draw.randint(0, 32, (2, 6))))
     given = DataLoader(
         data,
-        batch_sampler=BatchSampler(data, batch_size=4, shuffle=False, drop_last=True),
+        batch_sampler=BatchSampler(
+            data, batch_size=4, shuffle=False, drop_last=True
+        ),
     )
     config = ToDistributedConfig()
     config.input_spec = [paddle.static.InputSpec([4, 6], "int64", "ids", True)]
     model, optimizer, loader = dist.to_distributed(
         model, optimizer, given, device_num=2, node_num=1, config=config
     )
-    return trained(loader, lambda ids, labels: model(ids, labels=labels)[0], optimizer)
+    return trained(
+        loader, lambda ids, labels: model(ids, labels=labels)[0], optimizer
+    )
 
 
 CASES = {"parallelize": parallelized, "to_distributed": to_distributed}

@@ -72,7 +72,9 @@ def clas_evaluation():
     """`ppcls/engine/evaluation/classification.py`: predictions are gathered, and the padding at the end is cut off."""
     data = Rows()
     loader = DataLoader(
-        data, batch_sampler=DistributedBatchSampler(data, BATCH), return_list=True
+        data,
+        batch_sampler=DistributedBatchSampler(data, BATCH),
+        return_list=True,
     )
     kept, num_kept = [], 0
     for batch in loader:
@@ -110,7 +112,9 @@ def clas_iterator(bad=None, workers=0, drop_last=False):
 
 def clas_unreadable():
     """The same, with a row that cannot be read, without workers and with two."""
-    return [clas_iterator(bad=UNREADABLE, workers=workers) for workers in (0, 2)]
+    return [
+        clas_iterator(bad=UNREADABLE, workers=workers) for workers in (0, 2)
+    ]
 
 
 def clas_fixmatch():
@@ -170,7 +174,9 @@ def seg_iterations():
 def seg_training_with_evaluation():
     """The same with workers, whose function seeds them, and with an evaluation by a new loader in mid-epoch."""
     options = {"worker_init_fn": lambda worker: np.random.seed(worker)}
-    loader = loader_of(Rows(), workers=2, shuffle=True, drop_last=True, options=options)
+    loader = loader_of(
+        Rows(), workers=2, shuffle=True, drop_last=True, options=options
+    )
     found = []
     iteration = 0
     while iteration < 5:
@@ -329,7 +335,9 @@ class Files(paddle.io.IterableDataset):
         self.files = list(range(8))
 
     def __iter__(self):
-        return (np.array([10 * file + row]) for file in self.files for row in (0, 1))
+        return (
+            np.array([10 * file + row]) for file in self.files for row in (0, 1)
+        )
 
 
 def take_files(_):
@@ -340,8 +348,11 @@ def take_files(_):
 
 def mix_files():
     """A stream that the workers cut by their function is left to Paddle."""
-    gc.collect()  # so that Paddle's workers inherit no reader, whose end would wait for threads that they do not have
-    loader = DataLoader(Files(), batch_size=2, num_workers=2, worker_init_fn=take_files)
+    # so that Paddle's workers inherit no reader, whose end would wait for threads that they do not have
+    gc.collect()
+    loader = DataLoader(
+        Files(), batch_size=2, num_workers=2, worker_init_fn=take_files
+    )
     return [batch.numpy().reshape(-1).tolist() for batch in loader]
 
 
@@ -395,15 +406,22 @@ class EndlessSampler(BatchSampler):
         self.set_epoch()
 
     def set_epoch(self, epoch=0, consumed_samples=0):
-        self.epoch, self.consumed_samples = epoch, consumed_samples // self.nranks
+        self.epoch, self.consumed_samples = (
+            epoch,
+            consumed_samples // self.nranks,
+        )
 
     def __len__(self):
         raise TypeError("the sampler has no end")
 
     def __iter__(self):
         while True:
-            order = np.random.RandomState(self.epoch).permutation(len(self.dataset))
-            rows = order[self.local_rank :: self.nranks][self.consumed_samples :]
+            order = np.random.RandomState(self.epoch).permutation(
+                len(self.dataset)
+            )
+            rows = order[self.local_rank :: self.nranks][
+                self.consumed_samples :
+            ]
             for first in range(0, len(rows), self.batch_size):
                 yield rows[first : first + self.batch_size].tolist()
             self.consumed_samples = 0
@@ -467,7 +485,9 @@ def fit():
 def failing():
     """A row that cannot be read; one rank reads it."""
     data = Rows(bad=6)
-    loader = DataLoader(data, batch_sampler=DistributedBatchSampler(data, BATCH))
+    loader = DataLoader(
+        data, batch_sampler=DistributedBatchSampler(data, BATCH)
+    )
     found = []
     try:
         for batch in loader:
@@ -499,7 +519,9 @@ LOOPS = {
     "mix, files": mix_files,
     "nlp, evaluation": nlp_evaluation,
     "ernie": ernie_steps,
-    "ernie, workers, resumed": lambda: ernie_steps(workers=2, consumed_samples=8),
+    "ernie, workers, resumed": lambda: ernie_steps(
+        workers=2, consumed_samples=8
+    ),
     "fit": fit,
 }
 """Loops that read the same rows under the patch."""

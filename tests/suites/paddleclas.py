@@ -35,7 +35,9 @@ class PKSampler(DistributedBatchSampler):
         np.random.RandomState(self.epoch).shuffle(self.label_list)
         for _ in range(len(self)):
             labels = np.random.choice(
-                self.label_list, size=self.batch_size // self.per_label, replace=False
+                self.label_list,
+                size=self.batch_size // self.per_label,
+                replace=False,
             )
             rows = [
                 np.random.choice(
@@ -50,7 +52,11 @@ class RandomIdentities(DistributedBatchSampler):
     """Follows `DistributedRandomIdentitySampler.py`: no `super().__init__`, so it does not say which rank it is."""
 
     def __init__(self, dataset, batch_size, per_label=2):
-        self.dataset, self.batch_size, self.per_label = dataset, batch_size, per_label
+        self.dataset, self.batch_size, self.per_label = (
+            dataset,
+            batch_size,
+            per_label,
+        )
         self.drop_last = True
 
     def __iter__(self):
@@ -90,7 +96,11 @@ class RepeatedAugmentation(DistributedBatchSampler):
     """Follows `ra_sampler.py`: each row once on each rank at the same step, to be augmented in different ways."""
 
     def __iter__(self):
-        rows = np.random.RandomState(self.epoch).permutation(len(self.dataset)).tolist()
+        rows = (
+            np.random.RandomState(self.epoch)
+            .permutation(len(self.dataset))
+            .tolist()
+        )
         rows = [row for row in rows for _ in range(self.nranks)][
             self.local_rank :: self.nranks
         ]
@@ -108,7 +118,11 @@ class OneOrderCut(paddle.io.BatchSampler):
     """
 
     def __init__(self, dataset, batch_size):
-        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, True
+        self.dataset, self.batch_size, self.drop_last = (
+            dataset,
+            batch_size,
+            True,
+        )
 
     def __iter__(self):
         rows = np.random.permutation(len(self.dataset))[

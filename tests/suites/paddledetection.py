@@ -45,7 +45,9 @@ class BatchCompose:
             for key in ("h", "flipped"):
                 if key in sample:
                     sample.pop(key)
-        fields = {key: [sample[key] for sample in samples] for key in samples[0]}
+        fields = {
+            key: [sample[key] for sample in samples] for key in samples[0]
+        }
         return {
             key: v if self.lists and key.startswith("gt_") else np.stack(v)
             for key, v in fields.items()

@@ -25,7 +25,9 @@ class ConsumedSamples(paddle.io.BatchSampler):
 
     def __iter__(self):
         order = (
-            np.random.RandomState(self.epoch).permutation(len(self.dataset)).tolist()
+            np.random.RandomState(self.epoch)
+            .permutation(len(self.dataset))
+            .tolist()
         )
         mine = order[self.consumed_samples + self.local_rank :: self.nranks]
         for first in range(0, len(mine), self.batch_size):
@@ -56,7 +58,9 @@ class LeftoversToAll(paddle.io.BatchSampler):
         for first in range(self.consumed_samples, num_rows, global_size):
             rows = list(range(first, min(first + global_size, num_rows)))
             if len(rows) == global_size:
-                rows = rows[self.local_rank * self.batch_size :][: self.batch_size]
+                rows = rows[self.local_rank * self.batch_size :][
+                    : self.batch_size
+                ]
             yield rows
 
 
@@ -97,7 +101,9 @@ def dpo_collate(batch, max_seq_len=16):
     return {key: np.array(value) for key, value in found.items()}
 
 
-def resumed(given, dist_loader, sampler_class, steps_trained, steps_per_epoch, epochs):
+def resumed(
+    given, dist_loader, sampler_class, steps_trained, steps_per_epoch, epochs
+):
     """Yield the batches on which `auto_trainer.py` trains that resumes: the loop of its `_inner_training_loop`."""
     skip = steps_trained % steps_per_epoch
     train_dataloader = dist_loader()

@@ -54,7 +54,9 @@ class SSLRotateCollate:
     """Four rows for each sample."""
 
     def __call__(self, batch):
-        return [np.concatenate(field, axis=0) for field in zip(*batch, strict=True)]
+        return [
+            np.concatenate(field, axis=0) for field in zip(*batch, strict=True)
+        ]
 
 
 class MultiScaleDataSet(paddle.io.Dataset):
@@ -74,7 +76,9 @@ class MultiScaleSampler(paddle.io.Sampler):
     So the order of an epoch depends on the orders of the epochs before it.
     """
 
-    def __init__(self, data_source, first_bs=4, scales=((4, 2), (6, 2), (8, 2))):
+    def __init__(
+        self, data_source, first_bs=4, scales=((4, 2), (6, 2), (8, 2))
+    ):
         self.data_source, self.epoch = data_source, 0
         self.rank, self.num_replicas = dist.get_rank(), dist.get_world_size()
         rows, sizes = list(range(len(data_source))), list(scales)
@@ -82,7 +86,8 @@ class MultiScaleSampler(paddle.io.Sampler):
         random.shuffle(rows)
         mine = rows[self.rank :: self.num_replicas]
         cuts = [
-            mine[first : first + first_bs] for first in range(0, len(mine), first_bs)
+            mine[first : first + first_bs]
+            for first in range(0, len(mine), first_bs)
         ]
         shapes = [sizes[number % len(sizes)] for number in range(len(cuts))]
         random.shuffle(shapes)

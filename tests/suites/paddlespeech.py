@@ -29,7 +29,11 @@ class SortagradBatchSampler(BatchSampler):
 
     def __iter__(self):
         rows = list(range(len(self.dataset)))
-        rows = batch_shuffle(rows, self.batch_size, self.epoch) if self.epoch else rows
+        rows = (
+            batch_shuffle(rows, self.batch_size, self.epoch)
+            if self.epoch
+            else rows
+        )
         for first in range(0, len(rows), self.batch_size):
             yield rows[first : first + self.batch_size]
         self.epoch += 1
@@ -76,7 +80,9 @@ class Manifest(paddle.io.Dataset):
 
 def pad_list(rows, value):
     longest = max(len(row) for row in rows)
-    found = np.full((len(rows), longest, *rows[0].shape[1:]), value, rows[0].dtype)
+    found = np.full(
+        (len(rows), longest, *rows[0].shape[1:]), value, rows[0].dtype
+    )
     for padded, row in zip(found, rows, strict=True):
         padded[: len(row)] = row
     return found
@@ -90,7 +96,9 @@ class SpeechCollator:
             [row["feat"] for row in batch],
             [np.array(row["text"]) for row in batch],
         )
-        lengths = [np.array([len(row) for row in rows]) for rows in (sounds, texts)]
+        lengths = [
+            np.array([len(row) for row in rows]) for rows in (sounds, texts)
+        ]
         return (
             [row["utt"] for row in batch],
             pad_list(sounds, 0),
@@ -104,7 +112,9 @@ class TransformDataset(paddle.io.Dataset):
     """Follows `dataset.py`: each item is a batch, of as many rows as its lengths allow."""
 
     def __init__(self, cuts=((0, 4), (4, 8), (8, 10), (10, 12), (12, 14))):
-        self.batches = [[Manifest()[row] for row in range(*cut)] for cut in cuts]
+        self.batches = [
+            [Manifest()[row] for row in range(*cut)] for cut in cuts
+        ]
 
     def __len__(self):
         return len(self.batches)

@@ -27,7 +27,9 @@ def values_of(leaf):
     if isinstance(leaf, list) and leaf and isinstance(leaf[0], paddle.Tensor):
         return [values_of(item) for item in leaf]
     if isinstance(leaf, paddle.Tensor):
-        return (leaf._local_value() if leaf.is_dist() else leaf).numpy().tolist()
+        return (
+            (leaf._local_value() if leaf.is_dist() else leaf).numpy().tolist()
+        )
     return leaf.tolist() if isinstance(leaf, np.ndarray) else leaf
 
 
@@ -46,7 +48,9 @@ def read(loader, epochs=1):
 
 
 def sharded(given, **options):
-    return paddle_shard.shard_dataloader(given, DP2, **{"shard_dims": "dp", **options})
+    return paddle_shard.shard_dataloader(
+        given, DP2, **{"shard_dims": "dp", **options}
+    )
 
 
 for kind in (clas.PKSampler, clas.RandomIdentities, clas.RepeatedAugmentation):
@@ -56,7 +60,8 @@ for kind in (clas.PKSampler, clas.RandomIdentities, clas.RepeatedAugmentation):
 def sampled(sampler, data=None, workers=0, **options):
     data = data or clas.Labelled()
     return sharded(
-        DataLoader(data, batch_sampler=sampler(data, 4), num_workers=workers), **options
+        DataLoader(data, batch_sampler=sampler(data, 4), num_workers=workers),
+        **options,
     )
 
 
@@ -112,7 +117,9 @@ def half(worker_id):
     share(
         worker_id,
         SimpleNamespace(
-            dataset=paddle.io.get_worker_info().dataset, num_workers=2, id=worker_id
+            dataset=paddle.io.get_worker_info().dataset,
+            num_workers=2,
+            id=worker_id,
         ),
     )
 
@@ -158,7 +165,10 @@ def lined(workers=0):
     return read(
         sharded(
             DataLoader(
-                data, batch_size=4, collate_fn=ocr.DictCollator(), num_workers=workers
+                data,
+                batch_size=4,
+                collate_fn=ocr.DictCollator(),
+                num_workers=workers,
             )
         )
     )
@@ -178,7 +188,9 @@ def rotated(**options):
 def spoken(sampler, size, **options):
     data = speech.Manifest()
     given = DataLoader(
-        data, batch_sampler=sampler(data, size), collate_fn=speech.SpeechCollator()
+        data,
+        batch_sampler=sampler(data, size),
+        collate_fn=speech.SpeechCollator(),
     )
     return read(sharded(given, **options), epochs=2)
 
@@ -196,7 +208,9 @@ def scaled(epochs_drawn=0, state=None):
     for epoch in range(epochs_drawn):
         sampler.set_epoch(epoch)
         list(sampler)
-    loader = sharded(DataLoader(data, batch_sampler=sampler), is_dataset_splitted=True)
+    loader = sharded(
+        DataLoader(data, batch_sampler=sampler), is_dataset_splitted=True
+    )
     if state is not None:
         loader.load_state_dict(state)
     return loader
@@ -219,12 +233,18 @@ SPOKEN = {1: ("longest", 0), 3: ("longest", -1)}
 LONGEST = {"image": ("longest", 0), "gt_bbox": ([8], -1)}
 
 CASES = {
-    "resize": lambda: detected(RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2),
+    "resize": lambda: detected(
+        RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2
+    ),
     "resize, workers": lambda: detected(
         RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2, workers=2
     ),
     "resize, at once": lambda: detected(
-        RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2, data=det.ManyBoxes()
+        RESIZE[0],
+        lists=True,
+        dense_tensor_idx=LOCAL,
+        epochs=2,
+        data=det.ManyBoxes(),
     ),
     "resize, stream": lambda: detected(
         RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2, data=Stream()
@@ -232,7 +252,9 @@ CASES = {
     "stride": lambda: detected(
         det.PadBatch(stride=8), lists=True, dense_tensor_idx=LOCAL
     ),
-    "padded": lambda: detected(PADDED, data=det.Boxes(sizes=(6,) * 9 + (3,) * 7)),
+    "padded": lambda: detected(
+        PADDED, data=det.Boxes(sizes=(6,) * 9 + (3,) * 7)
+    ),
     "shapes, resumed": lambda: rescaled(0),
     "shapes, resumed later": lambda: rescaled(1),
     "lines": lambda: lined(),
@@ -241,12 +263,16 @@ CASES = {
     "rotations, unsaid": lambda: rotated(),
     "shares": lambda: read(
         sharded(
-            DataLoader(Range(0, 16), batch_size=4, num_workers=2, worker_init_fn=share)
+            DataLoader(
+                Range(0, 16), batch_size=4, num_workers=2, worker_init_fn=share
+            )
         )
     ),
     "halves": lambda: read(
         sharded(
-            DataLoader(Range(0, 16), batch_size=4, num_workers=2, worker_init_fn=half)
+            DataLoader(
+                Range(0, 16), batch_size=4, num_workers=2, worker_init_fn=half
+            )
         )
     ),
     "reader": lambda: read(sharded(BaseDataLoader(clas.Labelled(), 4))),
@@ -254,19 +280,25 @@ CASES = {
         sharded(BaseDataLoader(clas.Labelled(), 4), is_dataset_splitted=True)
     ),
     "speech": lambda: spoken(speech.SortagradBatchSampler, 4),
-    "speech, padded": lambda: spoken(speech.SortagradBatchSampler, 4, pad_to=SPOKEN),
+    "speech, padded": lambda: spoken(
+        speech.SortagradBatchSampler, 4, pad_to=SPOKEN
+    ),
     "speech, distributed": lambda: spoken(
         speech.SortagradDistributedBatchSampler, 2, pad_to=SPOKEN
     ),
     "minibatches": lambda: read(sharded(speech.BatchDataLoader())),
     "minibatches, split": lambda: read(
-        sharded(speech.BatchDataLoader(distributed=True), is_dataset_splitted=True)
+        sharded(
+            speech.BatchDataLoader(distributed=True), is_dataset_splitted=True
+        )
     ),
     "minibatches, inside": lambda: refused(
         lambda: sharded(speech.BatchDataLoader().dataloader)
     ),
     "minibatches, whole": lambda: read(
-        sharded(DataLoader(speech.TransformDataset(), batch_size=None), shuffle=True)
+        sharded(
+            DataLoader(speech.TransformDataset(), batch_size=None), shuffle=True
+        )
     ),
     "padded, further": lambda: detected(PADDED, pad_to=LONGEST),
     "pk": lambda: read(sampled(clas.PKSampler), epochs=2),
@@ -278,11 +310,15 @@ CASES = {
     "identities, resumed": lambda: resumed(clas.RandomIdentities),
     "mixed": lambda: read(sampled(clas.MixSampler)),
     "augmented": lambda: read(sampled(clas.RepeatedAugmentation)),
-    "augmented, workers": lambda: read(sampled(clas.RepeatedAugmentation, workers=1)),
+    "augmented, workers": lambda: read(
+        sampled(clas.RepeatedAugmentation, workers=1)
+    ),
     "one order": lambda: read(
         sampled(clas.OneOrderCut, is_dataset_splitted=True), epochs=2
     ),
-    "scales": lambda: refused(lambda: sampled(clas.MultiScale, data=clas.Scaled())),
+    "scales": lambda: refused(
+        lambda: sampled(clas.MultiScale, data=clas.Scaled())
+    ),
     "scales, split": lambda: read(
         sampled(clas.MultiScale, data=clas.Scaled(), is_dataset_splitted=True)
     ),

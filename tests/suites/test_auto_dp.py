@@ -21,7 +21,12 @@ CASES = [
     "stream",
     "stream, axis",
 ]
-CASES += ["stream of this rank", "stream of this rank, unsaid", "batches", "no length"]
+CASES += [
+    "stream of this rank",
+    "stream of this rank, unsaid",
+    "batches",
+    "no length",
+]
 CASES += ["texts", "texts, gathered", "texts, stream"]
 
 
@@ -46,7 +51,9 @@ def firsts(report):
     return [[row[0] for row in step[0]] for step in report["steps"]]
 
 
-@pytest.mark.parametrize("case", ["rows", "rows, no axis", "rows, another name"])
+@pytest.mark.parametrize(
+    "case", ["rows", "rows, no axis", "rows, another name"]
+)
 def test_gather_valid_returns_the_real_rows_of_all_ranks(case, of_ranks):
     reports = of_ranks(case)
 
@@ -64,7 +71,13 @@ def test_gather_valid_returns_the_real_rows_of_all_ranks(case, of_ranks):
 
 @pytest.mark.parametrize(
     "case",
-    ["stream", "stream, axis", "stream of this rank", "batches", "texts, stream"],
+    [
+        "stream",
+        "stream, axis",
+        "stream of this rank",
+        "batches",
+        "texts, stream",
+    ],
 )
 def test_stream_is_split_over_the_data_axis_without_shard_dims(case, of_ranks):
     one, other = map(firsts, of_ranks(case))

@@ -16,7 +16,9 @@ WORKER = Path(__file__).with_name("loops_worker.py")
 def ranks(tmp_path_factory):
     """What each of two ranks has read in each loop."""
     env = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    return run_ranks(WORKER, 2, tmp_path_factory.mktemp("run"), env=env, timeout=HANG)
+    return run_ranks(
+        WORKER, 2, tmp_path_factory.mktemp("run"), env=env, timeout=HANG
+    )
 
 
 def flat(steps):
@@ -35,7 +37,9 @@ def test_loop_reads_the_rows_of_paddles_loader(loop, ranks):
 
 def test_loop_reads_each_row_where_paddlenlp_repeats_some(ranks):
     for how, num_missing in (("plain", 1), ("patched", 0)):
-        for first, second in zip(*(found[how]["nlp"] for found in ranks), strict=True):
+        for first, second in zip(
+            *(found[how]["nlp"] for found in ranks), strict=True
+        ):
             rows = flat(first) + flat(second)
             assert len(first) == len(second) == 3
             assert len(set(range(ROWS)) - set(rows)) == num_missing

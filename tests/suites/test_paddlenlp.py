@@ -10,7 +10,12 @@ import paddle_shard
 from paddle_shard.errors import StateError
 from paddle_shard.testing import on_each_rank
 from tests.helpers import DP2, ONE, Made, local, sharded
-from tests.suites.paddlenlp import ConsumedSamples, MappingSampler, dpo_collate, resumed
+from tests.suites.paddlenlp import (
+    ConsumedSamples,
+    MappingSampler,
+    dpo_collate,
+    resumed,
+)
 
 ROWS, BATCH, STEPS = 20, 2, 5
 
@@ -49,7 +54,10 @@ def test_batch_sampler_shows_the_class_that_was_given():
     class Mine(paddle.io.BatchSampler):
         """Of nobody's making."""
 
-    for sampler in (of_rank(4).batch_sampler, Mine(Made(length=4), batch_size=4)):
+    for sampler in (
+        of_rank(4).batch_sampler,
+        Mine(Made(length=4), batch_size=4),
+    ):
         loader = sharded(DataLoader(Made(length=4), batch_sampler=sampler))
         for seen in (loader.batch_sampler, loader._dataloader.batch_sampler):
             assert isinstance(seen, type(sampler))
@@ -100,5 +108,6 @@ def test_dpo_trainer_finds_packed_pairs_in_the_global_batch(
     for step, expected in enumerate(whole):
         for key, value in expected.items():
             assert np.array_equal(
-                np.concatenate([ranks[rank][step][key] for rank in ranks]), value
+                np.concatenate([ranks[rank][step][key] for rank in ranks]),
+                value,
             )

@@ -103,7 +103,8 @@ def test_shared_row_is_augmented_differently_by_data_rank(case, of_ranks):
 
     assert rows_of(one) == rows_of(other)
     drawn = [
-        [row for step in report["steps"] for row in step[1]] for report in (one, other)
+        [row for step in report["steps"] for row in step[1]]
+        for report in (one, other)
     ]
     assert all(a != b for a, b in zip(*drawn, strict=True))
 
@@ -160,9 +161,9 @@ def test_rows_of_equal_length_on_all_ranks_are_taken(
 ):
     for report in of_ranks("stride"):
         assert sides_of(report) == [8] * 4
-        assert [[len(boxes) for boxes in fields[1]] for fields in report["steps"]] != [
-            [1, 1]
-        ] * 4, "what stays local"
+        assert [
+            [len(boxes) for boxes in fields[1]] for fields in report["steps"]
+        ] != [[1, 1]] * 4, "what stays local"
 
 
 def test_rows_of_unequal_length_are_an_error_until_padded(
@@ -182,7 +183,10 @@ def test_worker_init_fn_split_loses_nothing_or_is_refused(
     of_ranks,
 ):
     rows = [
-        row for report in of_ranks("shares") for step in rows_of(report) for row in step
+        row
+        for report in of_ranks("shares")
+        for step in rows_of(report)
+        for row in step
     ]
     assert sorted(rows) == list(range(16))
     for report in of_ranks("halves"):
@@ -259,14 +263,20 @@ def test_utterances_keep_their_order_padded_to_the_longest(case, of_ranks):
     rows = list(range(14))
     orders = [rows, batch_shuffle(rows, 4, epoch=1)]
     expected = [
-        order[first : first + 4] for order in orders for first in range(0, 14, 4)
+        order[first : first + 4]
+        for order in orders
+        for first in range(0, 14, 4)
     ]
     steps = list(zip(*(report["steps"] for report in reports), strict=True))
     for ranks, batch in zip(steps, expected, strict=True):
         assert [int(name[3:]) for names, *_ in ranks for name in names] == batch
         for _, sounds, _, texts, _ in ranks:
-            assert {len(row) for row in sounds} == {max(2 + row // 3 for row in batch)}
-            assert {len(row) for row in texts} == {max(row + 1 for row in batch)}
+            assert {len(row) for row in sounds} == {
+                max(2 + row // 3 for row in batch)
+            }
+            assert {len(row) for row in texts} == {
+                max(row + 1 for row in batch)
+            }
 
 
 def test_rows_of_unequal_length_are_named_as_pad_to_names_them(
@@ -280,11 +290,18 @@ def test_rows_of_unequal_length_are_named_as_pad_to_names_them(
 @pytest.mark.parametrize("case", ["minibatches", "minibatches, whole"])
 def test_ready_batches_are_split_over_the_ranks(case, of_ranks):
     assert [report["error"] for report in of_ranks(case)] == ["", ""]
-    steps = list(zip(*(report["steps"] for report in of_ranks(case)), strict=True))
+    steps = list(
+        zip(*(report["steps"] for report in of_ranks(case)), strict=True)
+    )
 
-    read = [[int(name[3:]) for names, *_ in ranks for name in names] for ranks in steps]
+    read = [
+        [int(name[3:]) for names, *_ in ranks for name in names]
+        for ranks in steps
+    ]
     assert (
-        sorted(read) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11], [12, 13]] != read
+        sorted(read)
+        == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11], [12, 13]]
+        != read
     )
     assert all(len(ranks[0][0]) == len(ranks[1][0]) for ranks in steps)
 

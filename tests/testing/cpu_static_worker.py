@@ -10,7 +10,9 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import dtensor_from_local
-from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedInputSpec
+from paddle.distributed.auto_parallel.static.dist_input_spec import (
+    DistributedInputSpec,
+)
 from paddle.distributed.auto_parallel.static.engine import Engine
 from paddle.distributed.auto_parallel.static.process_group import ProcessGroup
 
@@ -121,7 +123,10 @@ def use_other_group():
     """Communicate with the neighbour only, as any dynamic tensor-parallel layer does."""
     pair = dist.ProcessMesh([RANK // 2 * 2, RANK // 2 * 2 + 1], ["pair"])
     partial = dtensor_from_local(paddle.ones([1]), pair, [dist.Partial()])
-    assert dist.reshard(partial, pair, [dist.Replicate()])._local_value().item() == 2
+    assert (
+        dist.reshard(partial, pair, [dist.Replicate()])._local_value().item()
+        == 2
+    )
 
 
 def patched():
@@ -173,7 +178,9 @@ def second_model():
         trained = steps(model, DP)
         model.eval()
         evaluated = steps(model, DP)
-        weights = [w._local_value().numpy() for w in model.state_dict("param").values()]
+        weights = [
+            w._local_value().numpy() for w in model.state_dict("param").values()
+        ]
         runs.append(
             {
                 "train": trained,
@@ -209,14 +216,20 @@ def two_groups():
             DP
         )  # a program that is fine is not held back by the one before
         model.train()
-        return {"refused": refused, "dynamic": dynamic(DP), "static": steps(model, DP)}
+        return {
+            "refused": refused,
+            "dynamic": dynamic(DP),
+            "static": steps(model, DP),
+        }
 
 
 def one_rank():
     groups = cpu_static_module._groups
 
     def wider(programs, global_rank):
-        return groups(programs, global_rank) + ([(0, 1, 2)] if global_rank == 1 else [])
+        return groups(programs, global_rank) + (
+            [(0, 1, 2)] if global_rank == 1 else []
+        )
 
     with mock.patch.object(cpu_static_module, "_groups", wider), cpu_static():
         return refusal(to_static(DP))
@@ -250,6 +263,7 @@ found = {}
 for name in sys.argv[1:]:
     print("case:", name, flush=True)
     found[name] = globals()[name]()
-    paddle.disable_static()  # whatever this one has left: the cases say themselves
+    # whatever this one has left: the cases say themselves
+    paddle.disable_static()
 dist.barrier()
 report(found)

@@ -16,7 +16,9 @@ CASES = {
 @pytest.fixture
 def of_ranks(run_case):
     """What each of so many ranks reports of a case."""
-    return lambda num_ranks, case: run_case(WORKER, num_ranks, case, CASES[num_ranks])
+    return lambda num_ranks, case: run_case(
+        WORKER, num_ranks, case, CASES[num_ranks]
+    )
 
 
 def test_static_losses_are_the_dynamic_ones(of_ranks):
@@ -36,7 +38,9 @@ def test_second_model_of_the_process_trains_and_evaluates(of_ranks):
         assert first["train"] == pytest.approx(second["train"], abs=1e-6)
         for run in (first, second):
             assert run["eval"] == pytest.approx(run["numpy"], abs=1e-5)
-        assert report["eval_after_undo"] == pytest.approx(second["eval"], abs=1e-6)
+        assert report["eval_after_undo"] == pytest.approx(
+            second["eval"], abs=1e-6
+        )
 
 
 def test_groups_used_between_steps_do_not_leak_into_a_step(of_ranks):
@@ -94,5 +98,7 @@ def test_cpu_static_changes_nothing_on_an_accelerator(monkeypatch):
 
 
 def test_importing_the_tools_does_not_import_paddle():
-    code = "import sys, paddle_shard.testing; assert 'paddle' not in sys.modules"
+    code = (
+        "import sys, paddle_shard.testing; assert 'paddle' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.multiprocess
 
 def script(tmp_path: Path, body: str) -> Path:
     path = tmp_path / "script.py"
-    path.write_text("import os, sys, time\nfrom paddle_shard.testing import report\n")
+    path.write_text(
+        "import os, sys, time\nfrom paddle_shard.testing import report\n"
+    )
     with path.open("a") as file:
         file.write("rank = int(os.environ['PADDLE_TRAINER_ID'])\n" + body)
     return path
@@ -50,16 +52,20 @@ def test_run_ranks_returns_reports_in_rank_order(tmp_path, processes):
     )
 
     assert reports == [
-        {"rank": r, "args": ["a", "b c"], "ids": list(range(r))} for r in range(3)
+        {"rank": r, "args": ["a", "b c"], "ids": list(range(r))}
+        for r in range(3)
     ]
 
 
 def test_job_kill_waits_for_ranks_that_end_slowly(
     tmp_path,
 ):
-    body = "import numpy as np\nheld = np.ones(1 << 26)\nreport(rank)\ntime.sleep(600)"  # 0.5 GB takes long to free
+    # 0.5 GB takes long to free
+    body = "import numpy as np\nheld = np.ones(1 << 26)\nreport(rank)\ntime.sleep(600)"
 
-    with start_ranks(script(tmp_path, body), 1, tmp_path / "run", timeout=HANG) as job:
+    with start_ranks(
+        script(tmp_path, body), 1, tmp_path / "run", timeout=HANG
+    ) as job:
         while job.silent([0]):
             time.sleep(0.05)
 
@@ -92,7 +98,9 @@ def test_run_ranks_names_and_kills_a_rank_that_hangs(tmp_path, processes):
     assert "still running: ranks [1]" in str(caught.value)
     assert "no report from ranks [1]" in str(caught.value)
     assert "stuck_here" in str(caught.value)
-    assert live_processes_with(str(path)) == [], "what a rank has started is ended, too"
+    assert live_processes_with(str(path)) == [], (
+        "what a rank has started is ended, too"
+    )
 
 
 def test_run_ranks_shows_every_log_when_a_rank_fails(tmp_path, processes):
@@ -128,7 +136,12 @@ report([told, sys.argv, os.getcwd(), sys.path[0], __file__, sys.stdin.read(), os
     path = script(tmp_path, body)
     monkeypatch.chdir(tmp_path)
     launched = launch_ranks(
-        path, 2, tmp_path / "launched", args=["x"], env={"MY_OWN": "1"}, timeout=HANG
+        path,
+        2,
+        tmp_path / "launched",
+        args=["x"],
+        env={"MY_OWN": "1"},
+        timeout=HANG,
     )
     for told, *_ in launched:
         for name in (
@@ -138,7 +151,10 @@ report([told, sys.argv, os.getcwd(), sys.path[0], __file__, sys.stdin.read(), os
             told.pop(name, None)
 
     # Forked ranks have imported Paddle, which must not show.
-    for how, processes in (("forked", forks_of_process(os.getpid())), ("fresh", None)):
+    for how, processes in (
+        ("forked", forks_of_process(os.getpid())),
+        ("fresh", None),
+    ):
         found = run_ranks(
             path,
             2,
@@ -152,7 +168,9 @@ report([told, sys.argv, os.getcwd(), sys.path[0], __file__, sys.stdin.read(), os
 
 def test_forks_draw_different_random_numbers(tmp_path):
     body = "import random\nimport numpy as np, paddle\n"
-    body += "report([random.random(), np.random.rand(), paddle.rand([1]).item()])"
+    body += (
+        "report([random.random(), np.random.rand(), paddle.rand([1]).item()])"
+    )
 
     one, two = run_ranks(
         script(tmp_path, body),
@@ -166,7 +184,9 @@ def test_forks_draw_different_random_numbers(tmp_path):
 
 def test_forks_reject_variables_that_paddle_reads_at_import(tmp_path):
     forks = forks_of_process(os.getpid())
-    with pytest.raises(ValueError, match=r"FLAGS_x.*read when Paddle is imported"):
+    with pytest.raises(
+        ValueError, match=r"FLAGS_x.*read when Paddle is imported"
+    ):
         run_ranks(
             script(tmp_path, ""),
             1,
@@ -196,7 +216,10 @@ with start_ranks({str(path)!r}, 2, {str(tmp_path / "run")!r}) as job:
     os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
     )
 
     pids = [int(pid) for pid in done.stdout.split()]

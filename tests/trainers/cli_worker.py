@@ -25,7 +25,9 @@ from tests.trainers.tuning_worker import items_of
 
 
 def rms_norm(x, scale, epsilon):
-    return [x * paddle.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * scale]
+    return [
+        x * paddle.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * scale
+    ]
 
 
 def watched(steps, die_at):
@@ -54,7 +56,8 @@ def train(run):
         patch,
         mock.patch.object(sys, "argv", command),
         mock.patch.object(Trainer, "training_step", step),
-        paddle.utils.unique_name.guard(),  # a checkpoint holds the names of parameters
+        # a checkpoint holds the names of parameters
+        paddle.utils.unique_name.guard(),
     ):
         launcher.launch()
     return steps

@@ -52,7 +52,10 @@ class Rows(paddle.io.Dataset):
             0, VOCABULARY, (2, LENGTH)
         )
         tokens[0] = labels[0] = index
-        return {"input_ids": tokens.astype("int64"), "labels": labels.astype("int64")}
+        return {
+            "input_ids": tokens.astype("int64"),
+            "labels": labels.astype("int64"),
+        }
 
 
 class Stream(paddle.io.IterableDataset):

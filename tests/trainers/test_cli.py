@@ -19,7 +19,8 @@ from tests.deadlines import HANG
 from tests.jobs import launch_ranks
 from tests.trainers.tuning_worker import LENGTH, WORDS, tokenizer, write_rows
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the package is imported here, too
+# the package is imported here, too
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 WORKER = Path(__file__).with_name("cli_worker.py")
 ROWS, BATCH, SAVED = 35, 4, 4
@@ -132,7 +133,10 @@ def begun(folder, straight):
     out = folder / "begun"
     with pytest.raises(RanksFailed):
         launch(folder, out, {"sft": {"die_at": SAVED + 1}})
-    assert sorted(os.listdir(out / "sft"))[:2] == ["checkpoint-2", "checkpoint-4"]
+    assert sorted(os.listdir(out / "sft"))[:2] == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
     for name in ("dpo", "pt"):
         saved = Path(name, f"checkpoint-{SAVED}")
         shutil.copytree(folder / "straight" / saved, out / saved)
@@ -147,22 +151,32 @@ def test_cli_reads_each_row_once_an_epoch(name, straight):
         assert set(rows[first : first + EPOCH]) == set(range(ROWS))
 
 
-def test_cli_resumes_with_the_next_row_after_sigkill(folder, begun, straight, tmp_path):
+def test_cli_resumes_with_the_next_row_after_sigkill(
+    folder, begun, straight, tmp_path
+):
     out = shutil.copytree(begun, tmp_path / "out")
     rest = launch(folder, out, {name: {} for name in STAGES})
     for name, whole in straight.items():
-        assert [rows for rows, _ in rest[name]] == [rows for rows, _ in whole[SAVED:]]
-        losses = [[loss for _, loss in steps] for steps in (rest[name], whole[SAVED:])]
+        assert [rows for rows, _ in rest[name]] == [
+            rows for rows, _ in whole[SAVED:]
+        ]
+        losses = [
+            [loss for _, loss in steps] for steps in (rest[name], whole[SAVED:])
+        ]
         assert np.allclose(*losses, atol=1e-5)
 
 
 # The trainer counts epochs by its present steps, of six rows.
-THREE_RANKS = {"config": {"max_steps": SAVED + (EPOCH - SAVED * BATCH + 5) // 6}}
+THREE_RANKS = {
+    "config": {"max_steps": SAVED + (EPOCH - SAVED * BATCH + 5) // 6}
+}
 
 
 def test_cli_resumes_on_three_ranks(folder, begun, straight, tmp_path):
     out = shutil.copytree(begun, tmp_path / "out")
-    rest = launch(folder, out, dict.fromkeys(("sft", "pt"), THREE_RANKS), num_ranks=3)
+    rest = launch(
+        folder, out, dict.fromkeys(("sft", "pt"), THREE_RANKS), num_ranks=3
+    )
     for name, steps in rest.items():
         whole = straight[name]
         rows = rows_of(whole[:SAVED]) + rows_of(steps)

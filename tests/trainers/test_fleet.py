@@ -54,7 +54,10 @@ def steps_of(ranks, num_data_ranks=2):
             assert "error" not in found, found["error"]
             assert found["steps"] == ranks[first]["steps"]
     steps = [found["steps"] for found in ranks[::replicas]]
-    return [[row for rows in step for row in rows] for step in zip(*steps, strict=True)]
+    return [
+        [row for rows in step for row in rows]
+        for step in zip(*steps, strict=True)
+    ]
 
 
 def counts_of(steps):
@@ -68,7 +71,12 @@ FLOWS = {
     "map, 12 rows, shuffled": {"rows": 12, "shuffle": True},
     "map, 13 rows, workers": {"rows": 13, "workers": 2},
     "stream": {"rows": 12, "data": "stream", "max_steps": 6},
-    "stream, workers": {"rows": 12, "data": "stream", "max_steps": 6, "workers": 2},
+    "stream, workers": {
+        "rows": 12,
+        "data": "stream",
+        "max_steps": 6,
+        "workers": 2,
+    },
     "leader": {"rows": 12, "patch": {"replicas": "leader"}},
 }
 
@@ -88,7 +96,8 @@ def test_fleet_trainer_reads_each_row_once_an_epoch(name, flows):
     for first in (0, epoch):
         rows = [row for step in steps[first : first + epoch] for row in step]
         assert set(rows) == set(range(num_rows))
-        assert len(rows) == num_rows + num_rows % 2  # a row fills up the last batch
+        # a row fills up the last batch
+        assert len(rows) == num_rows + num_rows % 2
 
 
 def test_fleet_trainer_shuffles_by_its_own_seed(tmp_path, flows):
@@ -172,7 +181,9 @@ def straight(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_fleet_trainer_resumes_with_the_next_row_and_loss(name, straight, tmp_path):
+def test_fleet_trainer_resumes_with_the_next_row_and_loss(
+    name, straight, tmp_path
+):
     folder, whole = straight
     number = [*RESUMED].index(name)
     stops = [1, 2, 3]  # within, and at the end of, an epoch
@@ -192,7 +203,9 @@ def test_fleet_trainer_resumes_with_the_next_row_and_loss(name, straight, tmp_pa
         for found, before in zip(ranks, whole[name], strict=True):
             assert found["steps"] == before["steps"][stop * accumulation :]
             assert np.allclose(
-                found["losses"], before["losses"][stop * accumulation :], atol=1e-6
+                found["losses"],
+                before["losses"][stop * accumulation :],
+                atol=1e-6,
             )
 
 
@@ -210,7 +223,9 @@ def test_fleet_trainer_resumes_with_another_batch_and_ranks(name, tmp_path):
     resume = str(tmp_path / "begun" / "out-0" / "checkpoint-3")
     for num_ranks, batch in ((2, 1), (3, 2)):
         folder = tmp_path / f"{num_ranks}-{batch}"
-        (ranks,) = run(folder, [{**case, "batch": batch, "resume": resume}], num_ranks)
+        (ranks,) = run(
+            folder, [{**case, "batch": batch, "resume": resume}], num_ranks
+        )
         rest = steps_of(ranks, num_data_ranks=num_ranks)
         num_left = (24 - done.total()) // (num_ranks * batch)
         counts = done + counts_of(rest[:num_left])
@@ -231,8 +246,12 @@ def test_fleet_trainer_resumes_after_sigkill(tmp_path):
     case = {"rows": 13, "shuffle": True, "out": str(tmp_path / "out"), **SAVED}
     with pytest.raises(RanksFailed) as why:
         run(tmp_path / "killed", [{**case, "die_at": 3}])
-    assert str(-signal.SIGKILL) in str(why.value) or "exitcode" in str(why.value)
-    (whole,) = run(tmp_path / "whole", [{**case, "out": str(tmp_path / "other")}])
+    assert str(-signal.SIGKILL) in str(why.value) or "exitcode" in str(
+        why.value
+    )
+    (whole,) = run(
+        tmp_path / "whole", [{**case, "out": str(tmp_path / "other")}]
+    )
     resume = str(tmp_path / "out" / "checkpoint-2")
     (rest,) = run(tmp_path / "rest", [{**case, "resume": resume}])
     assert steps_of(rest) == steps_of(whole)[2:]

@@ -26,7 +26,8 @@ from tests.trainers.test_tuning import (
 )
 from tests.trainers.tuning_worker import BATCH, ROWS, write_rows
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the package is imported here, too
+# the package is imported here, too
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 FLEET = {"fleet": True, "evaluate": False, "save_steps": 2}
 MAPS = ["sft", "sft, workers", "dpo", "dpo, packed"]
@@ -80,7 +81,9 @@ def test_fleet_tuning_has_the_losses_of_one_process(name, straight, folder):
     data = tuning_worker.dataset(CASES[name], folder / "rows")
     num_items = len(data) if name in MAPS else CASES[name]["steps"] * BATCH
     numbers = map(data.__getitem__, range(num_items)) if name in MAPS else data
-    by_rows = {tuple(rows_of(item)): item for item in islice(numbers, num_items)}
+    by_rows = {
+        tuple(rows_of(item)): item for item in islice(numbers, num_items)
+    }
     slices = [
         [[by_rows[tuple(rows)] for rows in one] for one in ranks]
         for ranks in items(straight[name])
@@ -103,7 +106,10 @@ def test_fleet_tuning_resumes_with_the_next_item_after_sigkill(
         ("sft stream, greedy", 4): folder,
     }
     runs = {
-        f"{one} {at}": {**RUNS[one], "resume": str(of / one / f"checkpoint-{at}")}
+        f"{one} {at}": {
+            **RUNS[one],
+            "resume": str(of / one / f"checkpoint-{at}"),
+        }
         for (one, at), of in saved.items()
     }
     found = tuned(tmp_path, runs, rows=folder / "rows")

@@ -48,7 +48,11 @@ def trained(folder, **options):
 def straight(request, tmp_path_factory):
     """(static, folder, steps) of a run that saves at every third step."""
     folder = tmp_path_factory.mktemp("straight")
-    return request.param, folder, trained(folder, static=request.param, save_steps=3)
+    return (
+        request.param,
+        folder,
+        trained(folder, static=request.param, save_steps=3),
+    )
 
 
 def losses_of_a_plain_loop(steps, length, accumulation=1):
@@ -75,7 +79,9 @@ def losses_of_a_plain_loop(steps, length, accumulation=1):
 def check_epochs(steps, length, per_epoch):
     assert len(steps) == 2 * per_epoch
     for first in (0, per_epoch):
-        rows = [row for rows, _ in steps[first : first + per_epoch] for row in rows]
+        rows = [
+            row for rows, _ in steps[first : first + per_epoch] for row in rows
+        ]
         assert sorted(rows) == list(range(length))
 
 
@@ -85,17 +91,22 @@ def test_trainer_epochs_have_each_row_once_and_equal_losses(straight):
     check_epochs(steps, ROWS, STEPS)
     if (
         TRAINER != "paddleformers"
-    ):  # for which Paddle's DataLoader, in its automatic mode, replaces the sampler
+        # for which Paddle's DataLoader, in its automatic mode, replaces the sampler
+    ):
         assert [rows for rows, _ in steps[:STEPS]] != [
             rows for rows, _ in steps[STEPS:]
         ]
     assert np.allclose(
-        [loss for _, loss in steps], losses_of_a_plain_loop(steps, ROWS), atol=1e-5
+        [loss for _, loss in steps],
+        losses_of_a_plain_loop(steps, ROWS),
+        atol=1e-5,
     )
 
 
 def test_accumulation_takes_each_row_once_too(tmp_path):
-    steps = trained(tmp_path, rows=2 * ROWS, accumulation=2, max_steps=2 * STEPS)
+    steps = trained(
+        tmp_path, rows=2 * ROWS, accumulation=2, max_steps=2 * STEPS
+    )
 
     check_epochs(steps, 2 * ROWS, 2 * STEPS)
     assert np.allclose(
@@ -125,7 +136,10 @@ def test_trainer_sampler_skips_consumed_samples_once(
     resume = str(tmp_path / "out" / "checkpoint-2")
     for rest in each_trained(
         tmp_path,
-        [{"consumed": told, "resume": resume} for told in (0, 2 * ROWS // STEPS)],
+        [
+            {"consumed": told, "resume": resume}
+            for told in (0, 2 * ROWS // STEPS)
+        ],
     ):
         assert [rows for rows, _ in rest] == [rows for rows, _ in steps[2:]]
 
@@ -149,5 +163,7 @@ def test_resumed_run_goes_on_with_the_next_row(straight, tmp_path):
     for stop, rest in zip(stops, found, strict=True):
         assert [rows for rows, _ in rest] == [rows for rows, _ in steps[stop:]]
         assert np.allclose(
-            [loss for _, loss in rest], [loss for _, loss in steps[stop:]], atol=1e-5
+            [loss for _, loss in rest],
+            [loss for _, loss in steps[stop:]],
+            atol=1e-5,
         )

@@ -27,7 +27,8 @@ if TRAINER == "paddlenlp":
 OF_SLICES = TRAINER == "paddleformers"
 worker = tuning_worker if OF_SLICES else tuning_auto_worker
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the package is imported here, too
+# the package is imported here, too
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 MAP, ITERATOR = {"dataset": "map"}, {"dataset": "iterator", "steps": 6}
 SAVED = {"save_steps": 2}
@@ -41,7 +42,12 @@ CASES = {  # of 1.2.0
     "dpo, packed": {"task": "dpo", **MAP, "packing": "base", **SAVED},
     "sft stream": {"task": "sft", **ITERATOR},
     "sft stream, packed": {"task": "sft", **ITERATOR, "packing": "base"},
-    "sft stream, greedy": {"task": "sft", **ITERATOR, "packing": "greedy", **SAVED},
+    "sft stream, greedy": {
+        "task": "sft",
+        **ITERATOR,
+        "packing": "greedy",
+        **SAVED,
+    },
     "sft stream, bins, workers": {
         "task": "sft",
         **ITERATOR,
@@ -50,7 +56,12 @@ CASES = {  # of 1.2.0
     },
     "dpo stream": {"task": "dpo", **ITERATOR},
     "dpo stream, packed": {"task": "dpo", **ITERATOR, "packing": "base"},
-    "dpo stream, greedy": {"task": "dpo", **ITERATOR, "packing": "greedy", **SAVED},
+    "dpo stream, greedy": {
+        "task": "dpo",
+        **ITERATOR,
+        "packing": "greedy",
+        **SAVED,
+    },
 }
 if not OF_SLICES:
     CASES = {
@@ -60,7 +71,12 @@ if not OF_SLICES:
         "sft, shuffled": {"task": "sft", **MAP, "shuffle": True},
         "sft stream": {"task": "sft", **ITERATOR},
         "sft stream, packed": {"task": "sft", **ITERATOR, "packing": "base"},
-        "sft stream, greedy": {"task": "sft", **ITERATOR, "packing": "greedy", **SAVED},
+        "sft stream, greedy": {
+            "task": "sft",
+            **ITERATOR,
+            "packing": "greedy",
+            **SAVED,
+        },
     }
 LIKE_PLAIN = [
     name
@@ -71,7 +87,11 @@ LIKE_PLAIN = [
 
 def tuned(folder, cases, num_ranks=2, rows=None):
     """{case: [[(items, loss) of each rank]] of each step}."""
-    options = {"out": str(folder), "rows": str(rows or folder / "rows"), "cases": cases}
+    options = {
+        "out": str(folder),
+        "rows": str(rows or folder / "rows"),
+        "cases": cases,
+    }
     env = {"PYTHONPATH": str(Path(__file__).parents[2])}
     args = [json.dumps(options)]
     for attempt in range(1, 4):
@@ -85,7 +105,8 @@ def tuned(folder, cases, num_ranks=2, rows=None):
                 timeout=3 * HANG,
             )
             break
-        except RanksFailed as failed:  # gloo, when the trainer makes its dozen groups
+        except RanksFailed as failed:
+            # gloo, when the trainer makes its dozen groups
             if "Connection refused" not in str(failed) or attempt == 3:
                 raise
     return {
@@ -181,7 +202,8 @@ def losses_of_one_process(case, steps, rows=()):
         optimizer.step()
         optimizer.clear_grad()
         losses.append(
-            [float(loss) for loss in of_slices] * (1 if OF_SLICES else len(slices))
+            [float(loss) for loss in of_slices]
+            * (1 if OF_SLICES else len(slices))
         )
     if rows:
         return [
@@ -211,10 +233,13 @@ def test_tuning_has_each_item_once_and_equal_losses(name, straight, folder):
     expected = slices_of(CASES[name], folder)
 
     assert items(straight[name]) == [
-        [[rows_of(item) for item in one] for one in slices] for slices in expected
+        [[rows_of(item) for item in one] for one in slices]
+        for slices in expected
     ]
     assert np.allclose(
-        losses(straight[name]), losses_of_one_process(CASES[name], expected), atol=1e-5
+        losses(straight[name]),
+        losses_of_one_process(CASES[name], expected),
+        atol=1e-5,
     )
     steps = items(straight[name])
     epoch = [
@@ -224,7 +249,13 @@ def test_tuning_has_each_item_once_and_equal_losses(name, straight, folder):
         for item in one
         for row in item
     ]
-    if name in ("sft", "sft, static", "sft, ragged", "sft, shuffled", "sft, workers"):
+    if name in (
+        "sft",
+        "sft, static",
+        "sft, ragged",
+        "sft, shuffled",
+        "sft, workers",
+    ):
         assert sorted(epoch) == list(range(ROWS))
     if name in (
         "sft, bins",
@@ -246,23 +277,33 @@ def test_tuning_evaluation_equals_that_of_one_process(straight, folder):
     data = worker.dataset(CASES["sft"], folder / "rows")
     rows = [data[i] for i in range(ROWS - 1)]
 
-    of_rows = losses_of_one_process(CASES["sft"], slices_of(CASES["sft"], folder), rows)
-    assert np.allclose(straight["rows"], np.stack([of_rows] * 2, axis=1), atol=1e-5)
+    of_rows = losses_of_one_process(
+        CASES["sft"], slices_of(CASES["sft"], folder), rows
+    )
+    assert np.allclose(
+        straight["rows"], np.stack([of_rows] * 2, axis=1), atol=1e-5
+    )
 
 
 @pytest.mark.skipif(
     not OF_SLICES,
     reason="plain Paddle has no streams there, and 0.4.1 shuffles if it is told to",
 )
-def test_tuning_on_a_stream_differs_by_rank_and_rejects_shuffle(straight, folder):
-    assert all(one == other for one, other in items(straight["plain sft stream"]))
+def test_tuning_on_a_stream_differs_by_rank_and_rejects_shuffle(
+    straight, folder
+):
+    assert all(
+        one == other for one, other in items(straight["plain sft stream"])
+    )
     assert (
         "patch_paddle(shuffle=True) is left out"
         in (folder / "run" / "workerlog.0").read_text()
     )
 
 
-def test_killed_run_and_others_go_on_with_the_next_item(straight, folder, tmp_path):
+def test_killed_run_and_others_go_on_with_the_next_item(
+    straight, folder, tmp_path
+):
     name = "dpo stream, greedy" if OF_SLICES else "sft stream, greedy"
     with pytest.raises(RanksFailed, match=f"-{signal.SIGKILL:d}"):
         tuned(
@@ -280,7 +321,10 @@ def test_killed_run_and_others_go_on_with_the_next_item(straight, folder, tmp_pa
     saved = {(one, at): folder for one, at in others if one in CASES}
     saved[name, 2] = tmp_path / "killed"
     resumed = {
-        f"{one} {at}": {**CASES[one], "resume": str(of / one / f"checkpoint-{at}")}
+        f"{one} {at}": {
+            **CASES[one],
+            "resume": str(of / one / f"checkpoint-{at}"),
+        }
         for (one, at), of in saved.items()
     }
 
@@ -318,7 +362,9 @@ def test_run_of_two_ranks_goes_on_with_three(straight, folder, tmp_path):
         one_process = losses_of_one_process(CASES[name], expected)[2:]
         # The weights are back. 1.2.0 does not get all of the optimizer's state back, so that its later losses differ.
         known = 1 if OF_SLICES else None
-        assert np.allclose(losses(found[name])[:known], one_process[:known], atol=1e-5)
+        assert np.allclose(
+            losses(found[name])[:known], one_process[:known], atol=1e-5
+        )
 
 
 @pytest.mark.skipif(
@@ -339,7 +385,8 @@ def test_tuning_pairs_equal_plain_paddles_if_declared_as_read(
                 "out": "",
                 "rows": "",
                 "cases": {
-                    name: {"task": "pairs", **case} for name, case in cases.items()
+                    name: {"task": "pairs", **case}
+                    for name, case in cases.items()
                 },
             }
         )
@@ -350,7 +397,10 @@ def test_tuning_pairs_equal_plain_paddles_if_declared_as_read(
         worker.__file__, 2, tmp_path, args=args, env=env, timeout=3 * HANG
     ):
         assert report["said"] == report["plain"]
-        assert "field ['input_ids'][3] has shape [1] for 3 samples" in report["unsaid"]
+        assert (
+            "field ['input_ids'][3] has shape [1] for 3 samples"
+            in report["unsaid"]
+        )
         assert "placements={field: 'as read'}" in report["unsaid"]
         assert (
             "as one for each pair of a packed sample" in report["packed"]

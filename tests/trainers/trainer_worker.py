@@ -39,7 +39,10 @@ class Rows(paddle.io.Dataset):
         draw = np.random.RandomState(1000 + index)
         tokens, labels = draw.randint(0, VOCABULARY, (2, LENGTH))
         tokens[0] = index
-        return {"input_ids": tokens.astype("int64"), "labels": labels.astype("int64")}
+        return {
+            "input_ids": tokens.astype("int64"),
+            "labels": labels.astype("int64"),
+        }
 
 
 class Ragged(Rows):
@@ -124,7 +127,9 @@ def on_cpu():
     """What in Paddle and the packages takes a GPU for granted; none of it has to do with data."""
     paddle.Tensor.cuda = lambda self, *args, **options: self
     try:  # Paddle 3.3 refuses the nested dict that PaddleFormers 0.4.1 loads
-        from paddle.distributed.flex_checkpoint.dcp.utils import flatten_state_dict
+        from paddle.distributed.flex_checkpoint.dcp.utils import (
+            flatten_state_dict,
+        )
     except ImportError:
         return
     load = dist.load_state_dict
@@ -144,7 +149,11 @@ def whole_states(state_class):
     state_class.save_to_json = save_to_json
 
 
-OF_1_2_0 = {"amp_master_grad": False, "convert_from_hf": False, "save_to_hf": False}
+OF_1_2_0 = {
+    "amp_master_grad": False,
+    "convert_from_hf": False,
+    "save_to_hf": False,
+}
 """What the trainers of PaddleFormers 1.2.0 are told besides."""
 
 
@@ -154,7 +163,8 @@ def arguments_of(out, batch, options):
         "output_dir": str(out),
         "device": "cpu",
         "enable_auto_parallel": not options.get("fleet", False),
-        "per_device_train_batch_size": batch // int(os.environ["PADDLE_TRAINERS_NUM"]),
+        "per_device_train_batch_size": batch
+        // int(os.environ["PADDLE_TRAINERS_NUM"]),
         "num_train_epochs": 2,
         "logging_steps": 1,
         "save_steps": options.get("save_steps", 10**9),
@@ -171,7 +181,10 @@ def arguments_of(out, batch, options):
 
 def on_all_ranks(layer):
     """The mesh of the job's data ranks, on which a layer is from now on."""
-    mesh, world = dist.fleet.auto.get_mesh(), int(os.environ["PADDLE_TRAINERS_NUM"])
+    mesh, world = (
+        dist.fleet.auto.get_mesh(),
+        int(os.environ["PADDLE_TRAINERS_NUM"]),
+    )
     if mesh is None:
         mesh = dist.ProcessMesh(
             np.arange(world).reshape(1, world, 1), dim_names=["pp", "dp", "mp"]
@@ -193,7 +206,9 @@ def imported(name):
     if name == "paddleformers_auto":
         from paddleformers.trainer import TrainerState
         from paddleformers.trainer.auto_trainer import AutoTrainer
-        from paddleformers.trainer.auto_training_args import AutoTrainingArguments
+        from paddleformers.trainer.auto_training_args import (
+            AutoTrainingArguments,
+        )
 
         whole_states(TrainerState)
         return AutoTrainer, AutoTrainingArguments
@@ -218,7 +233,10 @@ def trained(options):
     """[rows of this rank's slice, loss] of each micro-step of a run."""
     consumed = options.get("consumed")
     trainer_class, arguments_class = imported(options["name"])
-    static, accumulation = options.get("static", False), options.get("accumulation", 1)
+    static, accumulation = (
+        options.get("static", False),
+        options.get("accumulation", 1),
+    )
     found = []
 
     class Watched(trainer_class):
@@ -227,7 +245,11 @@ def trained(options):
                 return super()._get_train_sampler()
             from importlib import import_module
 
-            package = "paddlenlp" if options["name"] == "paddlenlp" else "paddleformers"
+            package = (
+                "paddlenlp"
+                if options["name"] == "paddlenlp"
+                else "paddleformers"
+            )
             sampler = import_module(
                 f"{package}.utils.batch_sampler"
             ).DistributedBatchSampler

@@ -82,7 +82,8 @@ def dataset(case, folder):
             max_seq_len=2 * LENGTH,
             num_samples_each_epoch=ROWS,
             random_seed=42,
-            random_shuffle=False,  # the trainer takes a batch before, and would shuffle what is read
+            # the trainer takes a batch before, and would shuffle what is read
+            random_shuffle=False,
             greedy_intokens=packing == "greedy",
             packing=packing is not None,
             mix_strategy="concat",
@@ -93,7 +94,9 @@ def dataset(case, folder):
     made, words = [], tokenizer()
     for line in (folder / "sft.jsonl").read_text().splitlines():
         ((asked, said),) = words.encode_chat_inputs(json.loads(line))
-        made.append({"input_ids": asked + said, "labels": [-100] * len(asked) + said})
+        made.append(
+            {"input_ids": asked + said, "labels": [-100] * len(asked) + said}
+        )
     return MapDataset(made)
 
 
@@ -111,13 +114,21 @@ def collate_of(case):
             "tokenizer": tokenizer(),
             "training_args": SimpleNamespace(num_nextn_predict_layers=0),
         }
-        return partial(collate_fn, model_args=model, max_seq_len=2 * LENGTH, **common)
+        return partial(
+            collate_fn, model_args=model, max_seq_len=2 * LENGTH, **common
+        )
     lengths = (
         {}
         if case.get("ragged")
-        else {"max_length": LENGTH, "max_label_length": LENGTH, "padding": "max_length"}
+        else {
+            "max_length": LENGTH,
+            "max_label_length": LENGTH,
+            "padding": "max_length",
+        }
     )
-    return DataCollatorForSeq2Seq(tokenizer=tokenizer(), return_tensors="np", **lengths)
+    return DataCollatorForSeq2Seq(
+        tokenizer=tokenizer(), return_tensors="np", **lengths
+    )
 
 
 def toy(reference=None):
@@ -136,18 +147,23 @@ def trained(case, out, folder, reports):
     position = paddle_shard.TrainerCallback(case.get("resume"))
     found, patch = [], {"shuffle": case.get("shuffle")}
     if case.get("ragged"):
-        patch["pad_to"] = {name: ("longest", fill) for name, fill in PADDING.items()}
+        patch["pad_to"] = {
+            name: ("longest", fill) for name, fill in PADDING.items()
+        }
     with (
         paddle_shard.patch_paddle(callback=False, **patch)
         if not case.get("plain")
         else open(os.devnull)
     ):
         from paddleformers.trainer import trainer_utils
-        from paddleformers.trainer.auto_training_args import AutoTrainingArguments
+        from paddleformers.trainer.auto_training_args import (
+            AutoTrainingArguments,
+        )
         from paddleformers.trl import SFTConfig
         from paddleformers.trl.sft_auto_trainer import SFTAutoTrainer
 
-        if case["dataset"] == "iterator":  # the trainer itself gives each rank its rows
+        # the trainer itself gives each rank its rows
+        if case["dataset"] == "iterator":
             trainer_utils.IterableDatasetShard.is_dataset_splitted = True
 
         @dataclass
@@ -229,7 +245,9 @@ def pairs(case):
         else {}
     )
     with (
-        paddle_shard.patch_paddle(**said) if not case.get("plain") else open(os.devnull)
+        paddle_shard.patch_paddle(**said)
+        if not case.get("plain")
+        else open(os.devnull)
     ):
         given = paddle.io.DataLoader(data, batch_size=BATCH, collate_fn=collate)
         mesh = dist.ProcessMesh(list(range(world)), dim_names=["dp"])
@@ -237,7 +255,9 @@ def pairs(case):
             given, mesh, input_keys=["input_ids", "labels"], shard_dims="dp"
         )
         try:
-            batches = [[*batch["input_ids"], *batch["labels"]] for batch in loader()]
+            batches = [
+                [*batch["input_ids"], *batch["labels"]] for batch in loader()
+            ]
         except PaddleShardError as error:
             return str(error)
     return [

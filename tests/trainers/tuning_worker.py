@@ -48,11 +48,15 @@ def tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+        models.WordLevel(
+            {word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"
+        )
     )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    made = warp_tokenizer(PreTrainedTokenizerFast)(tokenizer_object=words, **special)
+    made = warp_tokenizer(PreTrainedTokenizerFast)(
+        tokenizer_object=words, **special
+    )
     made.chat_template = (
         "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     )
@@ -68,14 +72,21 @@ def write_rows(folder):
 
     lines = {"sft": [], "dpo": [], "sft-0.4.1": []}
     for row in range(ROWS):
-        asked = {"role": "user", "content": f"row{row} {said(row, 1, row % 4 + 1)}"}
+        asked = {
+            "role": "user",
+            "content": f"row{row} {said(row, 1, row % 4 + 1)}",
+        }
         good, bad = (
             {"role": "assistant", "content": said(row, by, row % by + 1)}
             for by in (5, 3)
         )
         lines["sft"].append({"messages": [asked, good]})
         lines["dpo"].append(
-            {"messages": [asked], "chosen_response": [good], "rejected_response": [bad]}
+            {
+                "messages": [asked],
+                "chosen_response": [good],
+                "rejected_response": [bad],
+            }
         )
         lines["sft-0.4.1"].append(
             {
@@ -147,7 +158,9 @@ class Config(dict):
         from paddleformers.cli.train.dpo.dpo_argument import DPOConfig
 
         super().__init__(
-            dpo_config=DPOConfig(reference_free=not reference, sft_loss_ratio=0.5)
+            dpo_config=DPOConfig(
+                reference_free=not reference, sft_loss_ratio=0.5
+            )
         )
         self.dpo_config = self["dpo_config"]
 
@@ -177,11 +190,17 @@ class Toy(paddle.nn.Layer):
         return False
 
     def forward(
-        self, input_ids, position_ids, attn_mask_startend_row_indices, labels=None
+        self,
+        input_ids,
+        position_ids,
+        attn_mask_startend_row_indices,
+        labels=None,
     ):
         ends = attn_mask_startend_row_indices[:, 0, :, 0]
         return self.out(
-            self.words(input_ids) + self.places(position_ids) + 0.1 * self.places(ends)
+            self.words(input_ids)
+            + self.places(position_ids)
+            + 0.1 * self.places(ends)
         )
 
 
@@ -236,7 +255,9 @@ def items_of(inputs):
 def row_losses(layer, data, collate, mesh):
     """What each row loses, by the loop of docs/evaluation.md; a row is left out, so that there is padding."""
     given = paddle.io.DataLoader(
-        paddle.io.Subset(data, range(ROWS - 1)), batch_size=BATCH, collate_fn=collate
+        paddle.io.Subset(data, range(ROWS - 1)),
+        batch_size=BATCH,
+        collate_fn=collate,
     )
     batches, found = (
         iter(paddle_shard.shard_dataloader(given, mesh, shard_dims="dp")),
@@ -263,7 +284,9 @@ def trained(case, out, folder, reports):
         if not case.get("plain")
         else open(os.devnull)
     ):
-        from paddleformers.cli.train.dpo.dpo_argument import DPOTrainingArguments
+        from paddleformers.cli.train.dpo.dpo_argument import (
+            DPOTrainingArguments,
+        )
         from paddleformers.cli.train.dpo.dpo_trainer import DPOTrainer
         from paddleformers.cli.train.sft.sft_config import SFTConfig
         from paddleformers.cli.train.sft.sft_trainer import SFTTrainer
@@ -277,7 +300,10 @@ def trained(case, out, folder, reports):
                 items = items_of(inputs)
                 loss = super().training_step(model, inputs, *args, **others)
                 found.append(
-                    [items, float(loss._local_value() if loss.is_dist() else loss)]
+                    [
+                        items,
+                        float(loss._local_value() if loss.is_dist() else loss),
+                    ]
                 )
                 return loss
 
@@ -299,7 +325,9 @@ def trained(case, out, folder, reports):
         }
         made["tokenizer"] = tokenizer()
         made |= (
-            {"dpo_config": layer.config.dpo_config} if dpo else {"criterion": Loss()}
+            {"dpo_config": layer.config.dpo_config}
+            if dpo
+            else {"criterion": Loss()}
         )
         if case.get("reference"):
             made["ref_model"] = toy(True)
@@ -320,7 +348,9 @@ def main(options):
         with (
             paddle.utils.unique_name.guard()
         ):  # a checkpoint holds the names of parameters
-            reports[name] = trained(case, out / name, Path(options["rows"]), reports)
+            reports[name] = trained(
+                case, out / name, Path(options["rows"]), reports
+            )
     report(reports)
 
 

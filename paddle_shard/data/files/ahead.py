@@ -26,7 +26,9 @@ class FileAhead(io.RawIOBase):
     Dropping or closing it ends the thread, after the read that it is in.
     """
 
-    def __init__(self, open_file: Callable[[], FileAndSize], limit: int) -> None:
+    def __init__(
+        self, open_file: Callable[[], FileAndSize], limit: int
+    ) -> None:
         """Begin to open and to read.
 
         Args:

@@ -226,14 +226,22 @@ class FileReader:
         start, _ = self._start(name, skip)
         if start and self.needs_begin:
             return None
-        file = FileAhead(partial(open_cached, self.cache_dir, name, start), limit)
+        file = FileAhead(
+            partial(open_cached, self.cache_dir, name, start), limit
+        )
         return self(name, skip, file)
 
     def _start(self, name: str, skip: int) -> tuple[int, int]:
         """Return the byte from which a file is read, and how many samples are then left to skip."""
-        return (0, skip) if self.entries is None else self.entries[name].before(skip)
+        return (
+            (0, skip)
+            if self.entries is None
+            else self.entries[name].before(skip)
+        )
 
-    def __call__(self, name: str, skip: int, ahead: FileAhead | None = None) -> Samples:
+    def __call__(
+        self, name: str, skip: int, ahead: FileAhead | None = None
+    ) -> Samples:
         """Yield the samples of a file after the first `skip`; `ahead` has begun to read it there."""
         entry = None if self.entries is None else self.entries[name]
         start, skip = self._start(name, skip)
@@ -241,7 +249,10 @@ class FileReader:
             opened, size = open_cached(self.cache_dir, name, start)
         else:
             opened, size = ahead.open()
-        with opened, opened if start else files.decompressed(opened, name) as file:
+        with (
+            opened,
+            opened if start else files.decompressed(opened, name) as file,
+        ):
             if entry is not None and size not in (None, entry.bytes):
                 raise ValueError(
                     f"the file has {size} bytes, and had {entry.bytes} when it was counted. It has changed since, "
@@ -285,11 +296,15 @@ def file_source(
         check_flag("counts, if it is not None,", counts)
     if entries is None:
         entries = count_files(names, form, counts, folder)
-    lengths = None if entries is None else [entries[name].samples for name in names]
+    lengths = (
+        None if entries is None else [entries[name].samples for name in names]
+    )
     reader = FileReader(
         samples=form.samples,
         entries=entries,
         cache_dir=folder,
         needs_begin=form.needs_begin,
     )
-    return ShardSource(names, reader, counts=lengths, shuffle_shards=shuffle_shards)
+    return ShardSource(
+        names, reader, counts=lengths, shuffle_shards=shuffle_shards
+    )

@@ -139,7 +139,9 @@ def within_their_folder(names: Sequence[str]) -> list[str]:
     """
     paths = [
         (
-            redacted(name) if is_remote(name) else os.path.abspath(local_path(name))
+            redacted(name)
+            if is_remote(name)
+            else os.path.abspath(local_path(name))
         ).split("/")
         for name in names
     ]
@@ -228,7 +230,8 @@ def remote_file(url: str) -> tuple[Any, str]:
             system, path = url_to_fs(url, skip_instance_cache=True)
             return system, path
         host = "/".join(url.split("/", 3)[:3])
-        with no_fork:  # one thread at a time, so that only one file system is made
+        # one thread at a time, so that only one file system is made
+        with no_fork:
             return _file_system(host, os.getpid()), url
 
 
@@ -244,9 +247,14 @@ def _file_system(host: str, _process: int) -> Any:
         from aiohttp import ClientTimeout
 
         # aiohttp's default, five minutes for a response, is too long for one that stalls and too short for a large one.
-        limit = ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
+        limit = ClientTimeout(
+            total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT
+        )
         # The default cache, "bytes", requests 5 MB of a large file twice.
-        options = {"client_kwargs": {"timeout": limit}, "cache_type": "readahead"}
+        options = {
+            "client_kwargs": {"timeout": limit},
+            "cache_type": "readahead",
+        }
     options |= conf.get(protocol, {})  # the user's own settings count
     return url_to_fs(host, skip_instance_cache=True, **options)[0]
 
@@ -299,7 +307,9 @@ def version_of(name: str) -> tuple[int, str]:
     return int(details.get("size") or 0), str(tag)
 
 
-def for_each(function: Callable[[str], T], names: Sequence[str], what: str) -> list[T]:
+def for_each(
+    function: Callable[[str], T], names: Sequence[str], what: str
+) -> list[T]:
     """Return what a function returns for each file, of which several are read at a time if they are remote.
 
     Args:
@@ -315,7 +325,9 @@ def for_each(function: Callable[[str], T], names: Sequence[str], what: str) -> l
         with failures_named(name, what):
             return function(name)
 
-    with ThreadPoolExecutor(REQUESTS if any(map(is_remote, names)) else 1) as pool:
+    with ThreadPoolExecutor(
+        REQUESTS if any(map(is_remote, names)) else 1
+    ) as pool:
         return list(pool.map(call_with_name, names))
 
 
@@ -486,7 +498,9 @@ def replacing(path: Path, mode: int = 0o600) -> Iterator[Any]:
         mode: Permissions of the file.
     """
     folder, base = os.path.split(os.path.abspath(path))
-    handle, part = tempfile.mkstemp(prefix=f".{base}.", suffix=".part", dir=folder)
+    handle, part = tempfile.mkstemp(
+        prefix=f".{base}.", suffix=".part", dir=folder
+    )
     try:
         with open(handle, "wb") as file:
             yield file

@@ -8,8 +8,17 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.data.external import set_epoch_of
-from paddle_shard.data.files.files import FileVersion, needs, within_their_folder
-from paddle_shard.data.stages.stage import Lengths, Opening, PartsSource, Samples
+from paddle_shard.data.files.files import (
+    FileVersion,
+    needs,
+    within_their_folder,
+)
+from paddle_shard.data.stages.stage import (
+    Lengths,
+    Opening,
+    PartsSource,
+    Samples,
+)
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.plan.seeding import derive_key
 
@@ -135,7 +144,9 @@ def _generators(step: Any) -> Iterator[str]:
             yield f"{type(item).__name__} {number}"
         if isinstance(item, np.random.Generator):
             entropy = getattr(item.bit_generator.seed_seq, "entropy", None)
-            if entropy is None or (isinstance(entropy, int) and entropy >= _SEEDS):
+            if entropy is None or (
+                isinstance(entropy, int) and entropy >= _SEEDS
+            ):
                 raise ArgumentError(
                     "dataset is shuffled without a seed, so each rank would have another order, with samples twice "
                     "and samples missing. Give one below 2**64: dataset.shuffle(seed=0)."

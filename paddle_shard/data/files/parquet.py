@@ -126,7 +126,9 @@ class _GroupReader:
                     "the file has changed since its footer was read, when the loader was made. Make the loader again"
                 )
             group = parquet.metadata.row_group(number)
-            num_rows = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
+            num_rows = (
+                BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
+            )
             batches = parquet.iter_batches(
                 batch_size=int(np.clip(num_rows, 1, 1 << 12)),
                 row_groups=[number],
@@ -195,7 +197,10 @@ def _opened(
     from pyarrow.parquet import ParquetFile
 
     # In nanoseconds, pyarrow's default for the INT96 of Spark, only the years 1678 to 2261 have a number.
-    settings = {"pre_buffer": is_remote(file), "coerce_int96_timestamp_unit": "us"}
+    settings = {
+        "pre_buffer": is_remote(file),
+        "coerce_int96_timestamp_unit": "us",
+    }
     opened: Any
     size: int | None
     if not is_remote(file):
@@ -227,7 +232,8 @@ def _column(array: Any, allow_nulls: bool) -> Any:
         )
     present = iter(_items(_values(array.drop_null())))
     return [
-        next(present) if is_valid else None for is_valid in array.is_valid().to_pylist()
+        next(present) if is_valid else None
+        for is_valid in array.is_valid().to_pylist()
     ]
 
 

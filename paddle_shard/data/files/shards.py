@@ -51,7 +51,9 @@ class FileOptions(TypedDict, total=False):
     cache_dir: Path | None
 
 
-def check_options(method: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def check_options(
+    method: Callable[..., Any], options: Mapping[str, Any]
+) -> None:
     """Check the options that a method of `Stream` has been given.
 
     Raises:
@@ -59,7 +61,9 @@ def check_options(method: Callable[..., Any], options: Mapping[str, Any]) -> Non
         ArgumentError: An option has a value that it cannot have.
     """
     allowed = [
-        name for name in inspect.signature(method).parameters if name != "options"
+        name
+        for name in inspect.signature(method).parameters
+        if name != "options"
     ]
     allowed += FileOptions.__annotations__
     for name in options:
@@ -105,7 +109,9 @@ class ShardSource(PartsSource):
         if not self._names:
             raise ArgumentError("paths must name at least one file, got [].")
         if len(set(self._names)) < len(self._names):
-            twice = next(name for name in self._names if self._names.count(name) > 1)
+            twice = next(
+                name for name in self._names if self._names.count(name) > 1
+            )
             raise ArgumentError(
                 f"paths names {redacted(twice)!r} more than once, so its samples would be delivered as often. "
                 "Name each file once; .repeat() reads the stream again."
@@ -139,7 +145,9 @@ class ShardSource(PartsSource):
         """Return the shard and the sample's number in it; None if the shards are not counted."""
         if self._counts is None:
             return None
-        for shard, offset, _ in self._cut_out(self._counts, opening, part, number):
+        for shard, offset, _ in self._cut_out(
+            self._counts, opening, part, number
+        ):
             return f"sample {offset} of {redacted(self._names[shard])}"
         return None
 
@@ -174,7 +182,9 @@ class ShardSource(PartsSource):
         """See `PartsSource`."""
         if self._counts is None:
             shards = self._order(opening)[part :: opening.num_parts].tolist()
-            segments: Iterator[ShardRange] = ((shard, 0, None) for shard in shards)
+            segments: Iterator[ShardRange] = (
+                (shard, 0, None) for shard in shards
+            )
             num_dropped = opening.skip
         else:  # they can be skipped without reading them
             segments = self._cut_out(self._counts, opening, part, opening.skip)
@@ -190,7 +200,9 @@ class ShardSource(PartsSource):
         return permutation(len(numbers), *purpose)(numbers)
 
     def _cut(self, part: int, num_parts: int) -> tuple[int, int]:
-        return self._total * part // num_parts, self._total * (part + 1) // num_parts
+        return self._total * part // num_parts, self._total * (
+            part + 1
+        ) // num_parts
 
     def _cut_out(
         self, counts: Indices, opening: Opening, part: int, skip: int

@@ -138,7 +138,9 @@ def csv_format(*, header: bool, delimiter: str) -> Format:
         ArgumentError: `header` is not a bool, or `delimiter` is not one character.
     """
     if not isinstance(delimiter, str) or len(delimiter) != 1:
-        raise ArgumentError(f"delimiter must be one character, got {delimiter!r}.")
+        raise ArgumentError(
+            f"delimiter must be one character, got {delimiter!r}."
+        )
     check_flag("header", header)
     samples = partial(_table, delimiter=delimiter, header=header)
     kind = "CSV rows below a header" if header else "CSV rows"

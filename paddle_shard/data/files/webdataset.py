@@ -77,18 +77,23 @@ def tar_samples(
     def members() -> Iterator[dict[str, Any]]:
         nonlocal following
         mode: Any = "r|" if contents else "r:"
-        with tarfile.open(fileobj=file, mode=mode, tarinfo=_StrictInfo) as archive:
+        with tarfile.open(
+            fileobj=file, mode=mode, tarinfo=_StrictInfo
+        ) as archive:
             for member in archive:
                 archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps all of them
                 is_link = member.islnk() or member.issym()
                 if not (member.isreg() or is_link) or _META.match(member.name):
                     continue
-                if is_link:  # what it stands for may lie before `start`, or outside
+                # what it stands for may lie before `start`, or outside
+                if is_link:
                     raise tarfile.ReadError(
                         f"the member {member.name!r} is a link to {member.linkname!r}, and not a file. Pack the files "
                         "themselves: tar --dereference --hard-dereference"
                     )
-                content = archive.extractfile(member).read() if contents else b""  # type: ignore[union-attr]
+                content = b""
+                if contents:
+                    content = archive.extractfile(member).read()  # type: ignore[union-attr]
                 following = start + member.offset
                 yield {"fname": member.name, "data": content, "__url__": name}
             rest = archive.fileobj
@@ -106,10 +111,13 @@ def tar_samples(
             warn_once(_APART, key, base_name(name))
         keys.add(key)
         yield begin, sample
-        begin = following  # when a sample is yielded, the first member of the next one has been read, but no more
+        # when a sample is yielded, the first member of the next one has been read, but no more
+        begin = following
 
 
-def tar_starts(file: BinaryIO, name: str, start: int) -> Iterator[tuple[int, Sample]]:
+def tar_starts(
+    file: BinaryIO, name: str, start: int
+) -> Iterator[tuple[int, Sample]]:
     """Find where the samples of a tar begin, by its headers."""
     raw: Any = cast(io.BufferedReader, file).raw
     raw.seek(start)  # with the buffer, each header would fill it
@@ -137,7 +145,8 @@ class _StrictInfo(tarfile.TarInfo):
             ) from error
         if (
             header.size < 0
-        ):  # the next header would be looked for before this one, without an end (CVE-2025-8194)
+            # the next header would be looked for before this one, without an end (CVE-2025-8194)
+        ):
             raise tarfile.ReadError(
                 f"it is damaged: the member {header.name!r} has a negative size"
             )
@@ -150,7 +159,9 @@ VERSION = 1
 def write_index(path: str, entries: Entries) -> None:
     """Write an index; an existing file of that name is replaced atomically."""
     shards = {name: asdict(entry) for name, entry in entries.items()}
-    text = json.dumps({"version": VERSION, "shards": shards}, separators=(",", ":"))
+    text = json.dumps(
+        {"version": VERSION, "shards": shards}, separators=(",", ":")
+    )
     with replacing(path, 0o644) as file:
         file.write(f"{text}\n".encode())
 
@@ -174,7 +185,8 @@ def read_index(path: str, names: Sequence[str]) -> Entries:
                 f"version {index['version']}, this library reads {VERSION}"
             )
         shards = {
-            name: ShardEntry.from_json(entry) for name, entry in index["shards"].items()
+            name: ShardEntry.from_json(entry)
+            for name, entry in index["shards"].items()
         }
     except OSError as error:
         raise ArgumentError(
@@ -259,11 +271,14 @@ def expand(urls: Paths) -> list[str]:
     with needs("webdataset", "reading WebDataset tars: "):
         import webdataset.shardlists  # type: ignore[import-untyped]
     braces = webdataset.shardlists.expand_urls
-    return matched(urls, lambda url: [url] if os.path.exists(url) else braces(url))
+    return matched(
+        urls, lambda url: [url] if os.path.exists(url) else braces(url)
+    )
 
 
 def decoder(
-    *handlers: str | Callable[[str, bytes], Any], only: str | Sequence[str] | None
+    *handlers: str | Callable[[str, bytes], Any],
+    only: str | Sequence[str] | None,
 ) -> Callable[[Sample], Sample]:
     """Return a function that decodes a raw sample; see `Stream.decode`."""
     with needs("webdataset", "decoding WebDataset samples: "):
@@ -272,12 +287,17 @@ def decoder(
             imagehandler,
         )
     decoders = [
-        handler if callable(handler) else imagehandler(handler) for handler in handlers
+        handler if callable(handler) else imagehandler(handler)
+        for handler in handlers
     ]
-    return partial(_decode_sample, Decoder([*decoders, _leave_pickled], only=only))
+    return partial(
+        _decode_sample, Decoder([*decoders, _leave_pickled], only=only)
+    )
 
 
-def _decode_sample(decode: Callable[[Sample], Sample], sample: Sample) -> Sample:
+def _decode_sample(
+    decode: Callable[[Sample], Sample], sample: Sample
+) -> Sample:
     try:
         return decode(sample)
     except Exception as error:  # WebDataset's error has no text but its cause

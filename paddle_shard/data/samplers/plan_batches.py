@@ -11,7 +11,13 @@ from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, global_batches
 from paddle_shard.plan.skips import Ranges
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import BalanceRows, GlobalBatch, RowsOf, Step, rank_steps
+from paddle_shard.plan.step import (
+    BalanceRows,
+    GlobalBatch,
+    RowsOf,
+    Step,
+    rank_steps,
+)
 
 
 class Batches:
@@ -73,7 +79,11 @@ class IndexBatches(Batches):
         raise NotImplementedError
 
     def steps(
-        self, start: LoaderState, rows_of: RowsOf, skips: Ranges = (), **looks: Any
+        self,
+        start: LoaderState,
+        rows_of: RowsOf,
+        skips: Ranges = (),
+        **looks: Any,
     ) -> Iterator[Step]:
         """Yield the steps of one rank from a position on; see `rank_steps`."""
         return rank_steps(
@@ -110,8 +120,12 @@ class PlanBatches(IndexBatches):
             sizes: The batch sizes of the run, if they change.
             cut: The batch size, the accumulation and the number of data ranks.
         """
-        same = {name: fingerprint[name] for name in ("num_samples", "seed", "tail")}
-        plan = ShardPlan(shuffle=ordering_of(fingerprint) or False, **same, **cut)
+        same = {
+            name: fingerprint[name] for name in ("num_samples", "seed", "tail")
+        }
+        plan = ShardPlan(
+            shuffle=ordering_of(fingerprint) or False, **same, **cut
+        )
         return PlanBatches(plan, fingerprint.get("packed"), sizes)
 
     def known_steps(self, start: LoaderState) -> int:
@@ -123,7 +137,8 @@ class PlanBatches(IndexBatches):
         if self.sizes is None:
             return self.plan.num_steps * (end - first)
         return sum(
-            self.known_steps(LoaderState(epoch=epoch)) for epoch in range(first, end)
+            self.known_steps(LoaderState(epoch=epoch))
+            for epoch in range(first, end)
         )
 
     def plan_of(self, start: LoaderState) -> ShardPlan:
@@ -144,7 +159,10 @@ class PlanBatches(IndexBatches):
         if len(segments) < 2 and segments[0][1] == plan.batch_size:
             return plan
         return replace(
-            plan, batch_size=segments[-1][1], segments=segments, ended=start.ended
+            plan,
+            batch_size=segments[-1][1],
+            segments=segments,
+            ended=start.ended,
         )
 
     def batches(self, start: LoaderState) -> Iterator[GlobalBatch]:

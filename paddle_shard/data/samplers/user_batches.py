@@ -92,8 +92,11 @@ class UserBatches(IndexBatches):
         """See `Batches`: as far as lengths tell, which may be estimates."""
         if self.num_steps is not None:
             return self.num_steps
-        if self.tail.drops and not getattr(self.batch_sampler, "drop_last", False):
-            return None  # whether the last batch is short, and dropped, shows only at the end
+        if self.tail.drops and not getattr(
+            self.batch_sampler, "drop_last", False
+        ):
+            # whether the last batch is short, and dropped, shows only at the end
+            return None
         return length_or_none(self.batch_sampler)
 
     @property
@@ -132,7 +135,12 @@ class UserBatches(IndexBatches):
         inner = getattr(self.batch_sampler, "sampler", None)
         if inner is not None:
             names["sampler"] = type(inner).__name__
-        return {**names, **self.lengths, "tail": str(self.tail), "seed": self.seed}
+        return {
+            **names,
+            **self.lengths,
+            "tail": str(self.tail),
+            "seed": self.seed,
+        }
 
     def batches(self, start: LoaderState) -> Iterator[GlobalBatch]:
         """Iterate over the global batches of an epoch from a position on.
@@ -148,7 +156,8 @@ class UserBatches(IndexBatches):
             return iter(())
         # The pass has its own sampler from here on, before its first batch: later changes do not affect it.
         return self._to_end(
-            SamplerIteration(self._sampler_for(start.epoch), start.epoch, self), start
+            SamplerIteration(self._sampler_for(start.epoch), start.epoch, self),
+            start,
         )
 
     def _sampler_for(self, epoch: int) -> Any:
@@ -180,7 +189,8 @@ class UserBatches(IndexBatches):
             steps += start.steps - -(-start.samples // (self.nominal_size or 1))
         batches = self._batches(iteration, start)
         for batch, is_last in seen_ahead(
-            batches, lambda batch: steps is not None and batch.number + 1 >= steps
+            batches,
+            lambda batch: steps is not None and batch.number + 1 >= steps,
         ):
             state = batch.sampler.state
             if is_last and iteration.epoch in self._ends:
@@ -204,12 +214,16 @@ class UserBatches(IndexBatches):
         least = self.nominal_size or 0
         for (batch, state), is_last in seen_ahead(
             drawn,
-            lambda sampled: len(sampled[0]) % self._unit or len(sampled[0]) < least,
+            lambda sampled: (
+                len(sampled[0]) % self._unit or len(sampled[0]) < least
+            ),
         ):
             num_rows = self._num_rows(batch, number, is_last=is_last)
             if num_rows == 0:
                 break
-            yield self._global(number, batch, num_rows, iteration.record(batch, state))
+            yield self._global(
+                number, batch, num_rows, iteration.record(batch, state)
+            )
             number += 1
         if not start.samples and not iteration.has_drawn:
             raise ArgumentError(
@@ -217,7 +231,9 @@ class UserBatches(IndexBatches):
                 "If it can be iterated only once, give one whose __iter__ starts again each time."
             )
         if iteration.owner is not None:
-            self._ends[iteration.epoch] = copy.deepcopy(iteration.owner.state_dict())
+            self._ends[iteration.epoch] = copy.deepcopy(
+                iteration.owner.state_dict()
+            )
 
     def _replayed(
         self, iteration: SamplerIteration, start: LoaderState
@@ -243,7 +259,8 @@ class UserBatches(IndexBatches):
             )
         if (
             samples
-            and (start.sampler or {}).get("drawn", iteration.digest) != iteration.digest
+            and (start.sampler or {}).get("drawn", iteration.digest)
+            != iteration.digest
         ):
             raise StateError(
                 f"state is at sample {samples} of epoch {iteration.epoch}, but the first {samples} samples that the "
@@ -261,7 +278,9 @@ class UserBatches(IndexBatches):
         num_samples = len(batch)
         # A sampler that drops short batches itself: all that it yields is served, smaller batches too.
         drops_itself = getattr(self.batch_sampler, "drop_last", False)
-        if not is_last or (self.tail.drops and drops_itself and not self.consecutive):
+        if not is_last or (
+            self.tail.drops and drops_itself and not self.consecutive
+        ):
             try:
                 check_batch_size(
                     num_samples,
@@ -279,7 +298,9 @@ class UserBatches(IndexBatches):
                 f"tail='error': the last batch of the batch_sampler (step {step}) is short with {num_samples} "
                 f"samples. Choose tail='pad', 'fill' or 'drop', or a sampler that ends on a full batch."
             )
-        return self.tail.num_rows(num_samples, self.nominal_size or 0, self._unit)
+        return self.tail.num_rows(
+            num_samples, self.nominal_size or 0, self._unit
+        )
 
     def _global(
         self, number: int, batch: list[Any], num_rows: int, noted: SamplerStep
@@ -419,5 +440,10 @@ def _indices(batch: Any, step: int) -> list[Any]:
             f"{batch!r}. A sampler of single indices goes into paddle.io.BatchSampler(sampler=...)."
         )
     if len(batch) == 0:
-        raise ArgumentError(f"batch_sampler yielded an empty batch at step {step}.")
-    return [index.item() if isinstance(index, np.integer) else index for index in batch]
+        raise ArgumentError(
+            f"batch_sampler yielded an empty batch at step {step}."
+        )
+    return [
+        index.item() if isinstance(index, np.integer) else index
+        for index in batch
+    ]

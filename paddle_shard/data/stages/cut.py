@@ -9,7 +9,13 @@ from itertools import islice
 from typing import Any
 from weakref import ref
 
-from paddle_shard.data.stages.stage import Lengths, Opening, Samples, Stage, Transform
+from paddle_shard.data.stages.stage import (
+    Lengths,
+    Opening,
+    Samples,
+    Stage,
+    Transform,
+)
 from paddle_shard.plan.parts import choose_num_parts
 
 FAILED_AT = "_paddle_shard_failed_at"
@@ -101,7 +107,8 @@ class _Turns:
         except Exception as error:
             owner, number = divmod(len(turn), size)
             place = (owner, begin // self._opening.num_parts + number)
-            with contextlib.suppress(Exception):  # the exception allows no attributes
+            # the exception allows no attributes
+            with contextlib.suppress(Exception):
                 setattr(error, FAILED_AT, place)
             raise
         self._position += len(turn)

@@ -28,7 +28,9 @@ def _draws_of(segments: tuple[Segment, ...], num_parts: int) -> Draws:
     # The last of those that begin alike.
     firsts = {-(-segment.first // num_parts): segment for segment in segments}
     return Draws(
-        tuple(segment._replace(first=first) for first, segment in firsts.items())
+        tuple(
+            segment._replace(first=first) for first, segment in firsts.items()
+        )
     )
 
 
@@ -40,7 +42,10 @@ class Mix(Stage):
     """
 
     def __init__(
-        self, stages: Mapping[str, Stage], segments: Sequence[Segment], stop: str
+        self,
+        stages: Mapping[str, Stage],
+        segments: Sequence[Segment],
+        stop: str,
     ) -> None:
         """Set up the stage.
 
@@ -92,10 +97,14 @@ class Mix(Stage):
         draws = self._draws(opening)
         counts = draws.counts(opening.skip).tolist()
         sources = []
-        for (name, stage), num_drawn in zip(self._stages.items(), counts, strict=True):
+        for (name, stage), num_drawn in zip(
+            self._stages.items(), counts, strict=True
+        ):
             # The sample before shows whether the source has been opened again.
             back = int(num_drawn > 0)
-            request = replace(self._opening(opening, name), skip=num_drawn - back)
+            request = replace(
+                self._opening(opening, name), skip=num_drawn - back
+            )
             rounds = in_rounds(stage, request, None, name)
             sources.append([(back, items) for items in rounds])
         if opening.rng.seeds:
@@ -173,7 +182,9 @@ class Mix(Stage):
         )
         name = list(self._stages)[int(source)]
         of_source = self._opening(opening, name)
-        place = self._stages[name].origin(of_source, part, int(number_in_source))
+        place = self._stages[name].origin(
+            of_source, part, int(number_in_source)
+        )
         return ", ".join(filter(None, (f"source {name!r}", place)))
 
     def files_identity(self) -> list[FileVersion]:

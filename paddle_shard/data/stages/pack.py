@@ -90,7 +90,9 @@ class PackedRows:
         Raises:
             ValueError: It has a field that is made here.
         """
-        values = document if isinstance(document, dict) else {self.key: document}
+        values = (
+            document if isinstance(document, dict) else {self.key: document}
+        )
         tokens = np.asarray(tokens_of(values, self.key))
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             raise ValueError(
@@ -99,7 +101,10 @@ class PackedRows:
             )
         fields = {}
         for name, value in values.items():
-            if isinstance(value, str | bytes) or np.shape(value)[:1] != tokens.shape:
+            if (
+                isinstance(value, str | bytes)
+                or np.shape(value)[:1] != tokens.shape
+            ):
                 continue
             array = np.asarray(value)
             # Paddle would take uint16 for bfloat16.
@@ -150,7 +155,10 @@ class PackedRows:
                 raise ValueError(
                     f"pad_values: field {name!r} is {dtype}, which cannot hold {pad!r}."
                 )
-            values = [fields[name][piece.first : piece.end] for fields, piece in pieces]
+            values = [
+                fields[name][piece.first : piece.end]
+                for fields, piece in pieces
+            ]
             row[name] = np.concatenate(
                 [*values, np.full((padding, *shape), pad, dtype)]
             )
@@ -158,21 +166,29 @@ class PackedRows:
         positions = [np.arange(size) for size in sizes]
         cu_seqlens = np.full(self.most_pieces + 2, self.length, np.int32)
         cu_seqlens[: len(segments)] = np.cumsum([0, *sizes])
-        row["position_ids"] = np.concatenate([*positions, np.zeros(padding, np.int64)])
-        row["segment_ids"] = np.repeat(np.array(segments, np.int32), [*sizes, padding])
+        row["position_ids"] = np.concatenate(
+            [*positions, np.zeros(padding, np.int64)]
+        )
+        row["segment_ids"] = np.repeat(
+            np.array(segments, np.int32), [*sizes, padding]
+        )
         row["cu_seqlens"] = cu_seqlens
         row["max_seqlen"] = np.int32(max(*sizes, padding))
         return row
 
 
 def _forms(fields: Fields) -> dict[str, Any]:
-    return {name: (value.dtype, value.shape[1:]) for name, value in fields.items()}
+    return {
+        name: (value.dtype, value.shape[1:]) for name, value in fields.items()
+    }
 
 
 def check_long(long: str) -> None:
     """Reject an unknown way to treat documents that are longer than a row."""
     if long not in ("split", "drop"):
-        raise ArgumentError(f"pack: long must be 'split' or 'drop', got {long!r}.")
+        raise ArgumentError(
+            f"pack: long must be 'split' or 'drop', got {long!r}."
+        )
 
 
 @dataclass(eq=False)
@@ -203,7 +219,9 @@ class Pack(Transform):
             for number, document in enumerate(documents, first):
                 name = f"document {number} of its part"
                 is_bad = isinstance(document, Unreadable)
-                fields.append({} if is_bad else self.rows.fields(document, name))
+                fields.append(
+                    {} if is_bad else self.rows.fields(document, name)
+                )
                 names.append(name)
             sizes = np.array(list(map(self._size, fields)))
             if sizes.any():

@@ -286,7 +286,9 @@ class Transform(Stage):
         ]
         if not num_dropped:
             return samples_of_parts
-        return [islice(samples, num_dropped, None) for samples in samples_of_parts]
+        return [
+            islice(samples, num_dropped, None) for samples in samples_of_parts
+        ]
 
     def lengths(self, opening: Opening) -> Lengths:
         """Return the lengths of the stage before, if they do not change."""

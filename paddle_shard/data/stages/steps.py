@@ -76,7 +76,9 @@ class Filter(Transform):
         key = opening.key(part, "filter", self.depth)
         for number, item in enumerate(items):
             opening.rng.seed(key, number)
-            keep = opening.call(lambda sample: bool(self.predicate(sample)), item)
+            keep = opening.call(
+                lambda sample: bool(self.predicate(sample)), item
+            )
             if keep:
                 yield keep if isinstance(keep, Unreadable) else item
 
@@ -151,11 +153,15 @@ class Shuffle(Transform):
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the samples of one window after the other."""
         # Its number counts only the shuffles before it: then stages that keep the order can be added to a run.
-        number = sum(isinstance(stage, Shuffle) for stage in self.upstream.line())
+        number = sum(
+            isinstance(stage, Shuffle) for stage in self.upstream.line()
+        )
         key = opening.key(part, "window", number)
         first = opening.skip // self.window
         for window, samples in enumerate(windows(items, self.window), first):
-            permuted = Permutation(len(samples), derive_key(key, window, size=64))
+            permuted = Permutation(
+                len(samples), derive_key(key, window, size=64)
+            )
             for place in permuted(np.arange(len(samples))).tolist():
                 sample = samples[place]
                 samples[place] = None  # release delivered samples
@@ -204,12 +210,15 @@ def in_rounds(
     num_dropped = opening.skip
     begins = dict.fromkeys(opening.parts, (0, 0))
     lengths = stage.lengths(opening)
-    if lengths is not None:  # else, how many rounds these are shows as they are read
+    # else, how many rounds these are shows as they are read
+    if lengths is not None:
         for part, length in zip(opening.parts, lengths, strict=True):
             begins[part] = divmod(opening.skip, length or 1)
         num_dropped = 0
     rounds = _Rounds(stage, opening, begins, times, source)
-    return [islice(rounds.items(part), num_dropped, None) for part in opening.parts]
+    return [
+        islice(rounds.items(part), num_dropped, None) for part in opening.parts
+    ]
 
 
 @dataclass(slots=True, eq=False)
@@ -224,13 +233,17 @@ class _Rounds:
     """See `in_rounds`."""
     source: str
     """See `in_rounds`."""
-    open_parts: dict[tuple[int, int], dict[int, Samples]] = field(default_factory=dict)
+    open_parts: dict[tuple[int, int], dict[int, Samples]] = field(
+        default_factory=dict
+    )
     """(round, samples that are skipped) -> the parts that are opened there and not read yet."""
 
     def items(self, part: int) -> Rounds:
         """Yield (round, sample) of a part."""
         begin, skip = self.begins[part]
-        numbers = count(begin) if self.times is None else range(begin, self.times)
+        numbers = (
+            count(begin) if self.times is None else range(begin, self.times)
+        )
         for number in numbers:
             is_empty = not skip
             items = self._open(part, (number, skip))
@@ -239,7 +252,9 @@ class _Rounds:
                 is_empty = False
                 yield number, item
             if is_empty and self.times is None:
-                raise nothing_to_repeat(part, self.opening.num_parts, self.source)
+                raise nothing_to_repeat(
+                    part, self.opening.num_parts, self.source
+                )
 
     def _open(self, part: int, place: tuple[int, int]) -> Samples:
         """Return a part of a round; open it with all parts that come to the same place."""

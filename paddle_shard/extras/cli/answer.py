@@ -38,7 +38,10 @@ class Answer:
         """Return the JSON values, hazards included."""
         if self.hazards is None:
             return dict(self.values)
-        return {**self.values, "hazards": [hazard._asdict() for hazard in self.hazards]}
+        return {
+            **self.values,
+            "hazards": [hazard._asdict() for hazard in self.hazards],
+        }
 
     def __str__(self) -> str:
         sections = [
@@ -79,7 +82,9 @@ def command(
     return lambda answer: Command(answer, arguments)
 
 
-RECORD = argument("record", "the file of shard_dataloader(record=)", metavar="RECORD")
+RECORD = argument(
+    "record", "the file of shard_dataloader(record=)", metavar="RECORD"
+)
 
 
 def table(rows: Rows) -> str:
@@ -94,7 +99,9 @@ def table(rows: Rows) -> str:
     lines = [[name.replace("_", " ") for name in rows[0]]]
     lines += [[cell(value) for value in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines
+    )
 
 
 def cell(value: Any) -> str:
@@ -110,15 +117,21 @@ def cell(value: Any) -> str:
         return str(value)
     if not all(isinstance(item, int) for item in value):
         return " ".join(
-            ":".join(map(str, item)) if isinstance(item, list | tuple) else cell(item)
+            ":".join(map(str, item))
+            if isinstance(item, list | tuple)
+            else cell(item)
             for item in value
         )
     position = itertools.count()
     texts: list[str] = []
-    for _, run in itertools.groupby(value, lambda number: number - next(position)):
+    for _, run in itertools.groupby(
+        value, lambda number: number - next(position)
+    ):
         first, *others = map(str, run)
         texts.append(
-            f"{first}-{others[-1]}" if len(others) > 1 else " ".join([first, *others])
+            f"{first}-{others[-1]}"
+            if len(others) > 1
+            else " ".join([first, *others])
         )
     return " ".join(texts)
 

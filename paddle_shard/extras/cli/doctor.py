@@ -52,13 +52,18 @@ def doctor(options: argparse.Namespace) -> Answer:
         hazards += _check_limits(machine)
     else:
         fix = "Use a Linux container (on Windows: WSL 2)"
-        hazards.append(Hazard(f"loaders need Linux, this is {machine['system']}", fix))
+        hazards.append(
+            Hazard(f"loaders need Linux, this is {machine['system']}", fix)
+        )
     group: dict[str, str] = {}
     size = int(os.environ.get("PADDLE_TRAINERS_NUM") or 1)
     if size > 1 and paddle != "not installed":
         hazards += _check_group(size, options.timeout, group)
     text = [
-        [{"what": name, "value": value} for name, value in {**machine, **group}.items()]
+        [
+            {"what": name, "value": value}
+            for name, value in {**machine, **group}.items()
+        ]
     ]
     return Answer(
         values={"machine": machine, "group": group}, text=text, hazards=hazards
@@ -72,7 +77,9 @@ def _check_limits(machine: dict[str, str]) -> Iterator[Hazard]:
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     machine["open files"] = f"at most {open_files}"
     if 0 <= open_files < _FILES:
-        yield Hazard(f"a process may open {open_files} files", f"ulimit -n {_FILES}")
+        yield Hazard(
+            f"a process may open {open_files} files", f"ulimit -n {_FILES}"
+        )
     shared = os.statvfs("/dev/shm")
     free_mb = shared.f_bavail * shared.f_frsize >> 20
     machine["/dev/shm"] = f"{free_mb} MB free"
@@ -90,7 +97,9 @@ def _installed(*names: str) -> str:
     return "not installed"
 
 
-def _check_group(size: int, timeout: int, group: dict[str, str]) -> Iterator[Hazard]:
+def _check_group(
+    size: int, timeout: int, group: dict[str, str]
+) -> Iterator[Hazard]:
     """Yield the hazard of a rank that does not answer; `group` gets the hosts of the ranks."""
     from paddle_shard.ranks.agreeing import gather_payloads
 

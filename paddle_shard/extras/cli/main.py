@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = getattr(options, "record", None)
         if record is None or not read_record(record)[1]:
             raise
-        text = (
-            f"{record} is damaged ({described(error)}); paddle-shard verify shows where"
-        )
+        text = f"{record} is damaged ({described(error)}); paddle-shard verify shows where"
         print(f"paddle-shard {options.command}: {text}", file=sys.stderr)
         return 2
     try:
@@ -64,9 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     about = "Answers from the plan of a run, or from its record (shard_dataloader(record=))."
     parser = argparse.ArgumentParser(prog="paddle-shard", description=about)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND"
+    )
     for name, command in COMMANDS.items():
-        summary, _, example = cleandoc(command.answer.__doc__ or "").partition("\n\n")
+        summary, _, example = cleandoc(command.answer.__doc__ or "").partition(
+            "\n\n"
+        )
         subparser = commands.add_parser(
             name, help=summary, description=summary, epilog=example
         )

@@ -35,16 +35,16 @@ def page_of(title: str, answer: Answer, pictures: Iterable[str]) -> str:
         for section in answer.text
     ]
     body += [f"<figure>{picture}</figure>" for picture in pictures]
-    head = (
-        f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    )
-    return (
-        f"<!doctype html><html><head>{head}</head><body>{''.join(body)}</body></html>\n"
-    )
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    return f"<!doctype html><html><head>{head}</head><body>{''.join(body)}</body></html>\n"
 
 
 def _html_table(rows: Rows) -> str:
-    lines = ["".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in rows[0])]
+    lines = [
+        "".join(
+            f"<th>{escape(name.replace('_', ' '))}</th>" for name in rows[0]
+        )
+    ]
     lines += [
         "".join(f"<td>{escape(cell(value))}</td>" for value in row.values())
         for row in rows
@@ -63,7 +63,9 @@ def svg_of(meshes: Meshes, shares: Rows, title: str) -> str:
     mesh, axes = meshes[0]
     marks = [
         _text(10, 16, title),
-        _text(10, 36, f"ranks on {shapes_of(meshes[:1])}; a colour is a data rank"),
+        _text(
+            10, 36, f"ranks on {shapes_of(meshes[:1])}; a colour is a data rank"
+        ),
     ]
     # The mesh: its last axis from left to right.
     columns = min(mesh.shape[-1] if len(mesh.shape) > 1 else 16, 64)
@@ -75,19 +77,27 @@ def svg_of(meshes: Meshes, shares: Rows, title: str) -> str:
         y = 44 + line * _BOX
         data_rank = mesh.data_rank(rank, axes)
         box = f'<rect x="{x}" y="{y}" width="{width - 2}" height="{_BOX - 2}" {_fill(data_rank)}>'
-        marks.append(f"{box}<title>rank {rank}: data rank {data_rank}</title></rect>")
+        marks.append(
+            f"{box}<title>rank {rank}: data rank {data_rank}</title></rect>"
+        )
         if width > 20:
             marks.append(_text(x + 4, y + 15, str(rank)))
     # The samples: a line for each data rank.
     y = 60 + _BOX * -(-len(ranks) // columns)
-    for share in [share for share in shares if share["mesh"] == 0][:_MOST_LINES]:
+    for share in [share for share in shares if share["mesh"] == 0][
+        :_MOST_LINES
+    ]:
         text = f"data rank {share['data_rank']}, on ranks {cell(share['ranks'])}: {cell(share['samples'])}"
         marks.append(
             f'<rect x="10" y="{y}" width="12" height="12" {_fill(share["data_rank"])}/>'
         )
-        marks.append(_text(28, y + 10, shorten(text, _MOST_TEXT, placeholder=" ...")))
+        marks.append(
+            _text(28, y + 10, shorten(text, _MOST_TEXT, placeholder=" ..."))
+        )
         y += _LINE
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y}" '
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y}" '
+    )
     head += 'font-family="sans-serif" font-size="11">'
     return f"{head}{''.join(marks)}</svg>\n"
 

@@ -49,12 +49,17 @@ def rows_of(
         yield (
             group,
             slice_rows(
-                num_rows, mesh.num_data_ranks(axes), group["data_rank"], micro_size
+                num_rows,
+                mesh.num_data_ranks(axes),
+                group["data_rank"],
+                micro_size,
             ).tolist(),
         )
 
 
-def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Ranges) -> list[Any]:
+def samples_at(
+    plan: ShardPlan, epoch: int, step: int, skips: Ranges
+) -> list[Any]:
     """Return the sample of each row of a step, as users name it; None for padding and skipped rows."""
     plan_step = step_of_plan(plan, epoch, step, skips)
     if plan_step is None:

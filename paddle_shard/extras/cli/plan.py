@@ -19,7 +19,12 @@ from paddle_shard.extras.cli.answer import (
     command,
 )
 from paddle_shard.extras.cli.page import page_of, svg_of
-from paddle_shard.extras.cli.places import Meshes, groups_of, samples_of, shapes_of
+from paddle_shard.extras.cli.places import (
+    Meshes,
+    groups_of,
+    samples_of,
+    shapes_of,
+)
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ORDERINGS
 from paddle_shard.plan.shard_plan import ShardPlan
@@ -48,7 +53,9 @@ def mesh_of(text: str) -> MeshLayout:
         raise ArgumentError(
             f"--mesh must be axes and sizes such as dp=4,mp=2, got {text!r}."
         )
-    axes, sizes = zip(*(axis.split("=") for axis in text.split(",")), strict=True)
+    axes, sizes = zip(
+        *(axis.split("=") for axis in text.split(",")), strict=True
+    )
     shape = tuple(map(int, sizes))
     process_ids = tuple(range(math.prod(shape)))
     return MeshLayout(shape=shape, axes=axes, process_ids=process_ids)
@@ -76,7 +83,9 @@ def mesh_of(text: str) -> MeshLayout:
         required=True,
     ),
     argument("--samples", "length of the data set", type=int, required=True),
-    argument("--tail", "what becomes of the last rows", choices=TAILS, default="pad"),
+    argument(
+        "--tail", "what becomes of the last rows", choices=TAILS, default="pad"
+    ),
     argument(
         "--shuffle",
         "the order",
@@ -95,7 +104,9 @@ def mesh_of(text: str) -> MeshLayout:
         type=Path,
         metavar="FILE",
     ),
-    argument("--svg", "also draw the mesh and the step", type=Path, metavar="FILE"),
+    argument(
+        "--svg", "also draw the mesh and the step", type=Path, metavar="FILE"
+    ),
 )
 def plan(options: argparse.Namespace) -> Answer:
     """Show which rank reads what, and hazards of the plan. Exits with 1 if there is a hazard.
@@ -110,7 +121,9 @@ def plan(options: argparse.Namespace) -> Answer:
     shard_plan = ShardPlan(
         num_samples=options.samples,
         batch_size=options.batch_size * options.accumulation,
-        num_data_ranks=math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes)),
+        num_data_ranks=math.lcm(
+            *(mesh.num_data_ranks(axes) for mesh, axes in meshes)
+        ),
         tail=options.tail,
         shuffle=_ORDERS[options.shuffle],
         seed=options.seed,
@@ -118,10 +131,14 @@ def plan(options: argparse.Namespace) -> Answer:
     )
     numbers = facts_of_plan(shard_plan)
     values: Json = {"meshes": list(groups_of(meshes)), "plan": numbers}
-    table = [{"what": name, "number": number} for name, number in numbers.items()]
+    table = [
+        {"what": name, "number": number} for name, number in numbers.items()
+    ]
     text = [*_mesh_sections(meshes), table]
     if options.step is not None:
-        values["step"] = samples_of(shard_plan, meshes, options.epoch, options.step, ())
+        values["step"] = samples_of(
+            shard_plan, meshes, options.epoch, options.step, ()
+        )
         text += [f"epoch {options.epoch}, step {options.step}", values["step"]]
     hazards = list(hazards_of(shard_plan, meshes, options.epoch))
     answer = Answer(values=values, text=text, hazards=hazards)
@@ -155,7 +172,9 @@ def hazards_of(plan: ShardPlan, meshes: Meshes, epoch: int) -> Iterator[Hazard]:
     dropped = plan.num_positions - plan.num_served
     if dropped > _MUCH * plan.num_samples:
         what = f"tail={plan.tail!r} drops {dropped} of {plan.num_samples} samples in each epoch"
-        yield Hazard(what, "tail='pad' serves them, and a smaller batch drops fewer")
+        yield Hazard(
+            what, "tail='pad' serves them, and a smaller batch drops fewer"
+        )
     if plan.num_steps:
         step = plan.num_steps - 1
         shares = samples_of(plan, meshes[:1], epoch, step, ())
@@ -205,7 +224,9 @@ def _draw(
     pictures = []
     for step in range(first, min(first + _STEPS_OF_PAGE, plan.num_steps)):
         samples = samples_of(plan, meshes, options.epoch, step, ())
-        pictures.append(svg_of(meshes, samples, f"epoch {options.epoch}, step {step}"))
+        pictures.append(
+            svg_of(meshes, samples, f"epoch {options.epoch}, step {step}")
+        )
     if options.html is not None:
         options.html.write_text(
             page_of(f"Plan of epoch {options.epoch}", answer, pictures),

@@ -62,7 +62,12 @@ def proof_of(run: Timeline, epoch: int) -> Json:
             )
         if not delivery.is_empty:
             ranges.append(
-                (delivery.start.samples, delivery.samples, delivery.skips, order)
+                (
+                    delivery.start.samples,
+                    delivery.samples,
+                    delivery.skips,
+                    order,
+                )
             )
     account = account_of_all(epoch, ranges)
     delivered = account.get(ALL, Delivered())
@@ -74,7 +79,12 @@ def proof_of(run: Timeline, epoch: int) -> Json:
         account = added(account, account_of_all(epoch, [rest]))
     seen_to = reached if newest.is_ended or not is_over else None
     certificate = certify(
-        [(account, {})], epoch, plan, newest.skips, seen_to, "the loader's order"
+        [(account, {})],
+        epoch,
+        plan,
+        newest.skips,
+        seen_to,
+        "the loader's order",
     )
 
     if plan is None:
@@ -93,9 +103,13 @@ def proof_of(run: Timeline, epoch: int) -> Json:
     )
     text = str(certificate)
     if not is_over:
-        text += f", so far: at positions [0, {reached}), in {newest.steps} steps"
+        text += (
+            f", so far: at positions [0, {reached}), in {newest.steps} steps"
+        )
     if "files" in newest.job.first_line["data"]:
-        text = text.replace("draws of the loader's order", "positions of the stream")
+        text = text.replace(
+            "draws of the loader's order", "positions of the stream"
+        )
         notes.append(
             "rows of padding, and samples that could not be read, have positions, too"
         )
@@ -169,15 +183,23 @@ def _compared_sums(
             num_unread,
         )
     elif read.total != expected:
-        yield f"what was read at positions {ranges} is not what the order has there", 0
+        yield (
+            f"what was read at positions {ranges} is not what the order has there",
+            0,
+        )
 
 
-def _expected_total(read: Delivered, deliveries: Sequence[Delivery]) -> Total | None:
+def _expected_total(
+    read: Delivered, deliveries: Sequence[Delivery]
+) -> Total | None:
     """Return the total of the order where all ranks delivered; None unless one delivery has each position."""
     pieces = []
     for delivery in deliveries:
         for first, end in read.once:
-            piece = (max(delivery.start.samples, first), min(delivery.samples, end))
+            piece = (
+                max(delivery.start.samples, first),
+                min(delivery.samples, end),
+            )
             if piece[0] < piece[1]:
                 pieces.append((*piece, delivery.skips, delivery.plan))
     expected = account_of_all(deliveries[-1].start.epoch, pieces)

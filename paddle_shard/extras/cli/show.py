@@ -34,7 +34,9 @@ _SKIPS_UNREADABLE = (
         "show where it was delivered: its index; of a mixture, source:index",
         type=sample_of,
     ),
-    argument("--step", "show the samples of this step of an epoch, from 0", type=int),
+    argument(
+        "--step", "show the samples of this step of an epoch, from 0", type=int
+    ),
     argument("--epoch", "the epoch, if several have the step", type=int),
 )
 def show(options: argparse.Namespace) -> Answer:

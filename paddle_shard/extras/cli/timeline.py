@@ -172,7 +172,9 @@ class Timeline:
             plan = delivery.plan
             try:
                 rows = list(
-                    rows_of_sample(plan, delivery.start.epoch, sample, delivery.skips)
+                    rows_of_sample(
+                        plan, delivery.start.epoch, sample, delivery.skips
+                    )
                 )
             except ArgumentError:
                 if delivery is self.deliveries[-1]:
@@ -181,7 +183,10 @@ class Timeline:
             for step, row in rows:
                 # A short last batch that cannot be split was never delivered.
                 is_split = plan.num_rows(step=step) % plan.num_data_ranks == 0
-                if delivery.start.steps <= step < delivery.end_step and is_split:
+                if (
+                    delivery.start.steps <= step < delivery.end_step
+                    and is_split
+                ):
                     yield delivery, step, row
 
 
@@ -259,7 +264,9 @@ def timeline(lines: Sequence[Json]) -> Timeline:
     return run
 
 
-def _lost(segment: _Segment, counted: Mapping[int, Delivery]) -> Iterator[Delivery]:
+def _lost(
+    segment: _Segment, counted: Mapping[int, Delivery]
+) -> Iterator[Delivery]:
     """Yield what a segment delivered beyond what counts."""
     for number, delivery in segment.deliveries(len(segment.lines)).items():
         if number in counted:
@@ -277,7 +284,9 @@ def _segments(lines: Sequence[Json]) -> list[_Segment]:
     current: dict[str, _Segment] = {}
     for line in lines:
         if line["line"] == "begin":
-            current[line["digest"]] = _Segment(job=RecordedJob(len(current) + 1, line))
+            current[line["digest"]] = _Segment(
+                job=RecordedJob(len(current) + 1, line)
+            )
             segments.append(current[line["digest"]])
         elif line["job"] in current:  # else its first line is gone
             segment = current[line["job"]]
@@ -301,7 +310,9 @@ def _parent_of(
     for segment in reversed(segments):
         for number in range(len(segment.lines), 0, -1):
             line = segment.lines[number - 1]
-            if line["line"] == "checkpoint" and _position(line) == _position(resume):
+            if line["line"] == "checkpoint" and _position(line) == _position(
+                resume
+            ):
                 return segment, number
     return None, 0
 

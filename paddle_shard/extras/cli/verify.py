@@ -36,7 +36,9 @@ def verify(options: argparse.Namespace) -> Answer:
             raise
         return Answer(values={"damage": damage}, text=damage, failed=True)
     delivered = [
-        _row_of(delivery, "yes") for delivery in run.deliveries if not delivery.is_empty
+        _row_of(delivery, "yes")
+        for delivery in run.deliveries
+        if not delivery.is_empty
     ]
     for delivery in run.lost:
         is_of_run = (
@@ -46,7 +48,10 @@ def verify(options: argparse.Namespace) -> Answer:
         delivered.append(_row_of(delivery, "no" if is_of_run else "other run"))
 
     text: list[str | Rows] = [
-        *(damage or [f"{len(lines)} lines, of which none was changed or taken out"])
+        *(
+            damage
+            or [f"{len(lines)} lines, of which none was changed or taken out"]
+        )
     ]
     text += [*run.notes, "", delivered]
     reasons = {row["counts"] for row in delivered}

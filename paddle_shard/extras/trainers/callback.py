@@ -47,7 +47,9 @@ class TrainerCallback:
     is_optional = False
     """True if a trainer whose data Paddle reads may train all the same, and resume without this callback."""
 
-    def __init__(self, checkpoint: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, checkpoint: str | os.PathLike[str] | None = None
+    ) -> None:
         """Set up the callback.
 
         Args:
@@ -101,7 +103,9 @@ class TrainerCallback:
                     raise
                 args.ignore_data_skip = self._skips
                 self._is_off = True
-                warn_once("The position of the data is not saved. %s", str(error))
+                warn_once(
+                    "The position of the data is not saved. %s", str(error)
+                )
         if not state.global_step:
             return
         folder = self._checkpoint or _folder_of(args, state.global_step)
@@ -141,7 +145,12 @@ class TrainerCallback:
         rank_loader.follows_sampler = False
 
     def on_epoch_begin(
-        self, args: Any, state: Any, *_: Any, train_dataloader: Any = None, **__: Any
+        self,
+        args: Any,
+        state: Any,
+        *_: Any,
+        train_dataloader: Any = None,
+        **__: Any,
     ) -> None:
         """Move the loader to the loaded position."""
         if self._saved is None:
@@ -171,8 +180,10 @@ class TrainerCallback:
         if self._is_off:
             return
         loader = _loader_of(train_dataloader)
-        with suppress(ArgumentError):  # of streams, whose samples have no number
-            loader.certificate()  # so that what all ranks have delivered is in the state
+        # of streams, whose samples have no number
+        with suppress(ArgumentError):
+            # so that what all ranks have delivered is in the state
+            loader.certificate()
         if dist.get_rank() and not loader.is_dataset_splitted:
             return
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
@@ -185,7 +196,8 @@ class TrainerCallback:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("on_"):
-            return lambda *args, **others: None  # an event that does not matter here
+            # an event that does not matter here
+            return lambda *args, **others: None
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
 
@@ -240,7 +252,9 @@ def _folder_of(args: Any, global_step: int) -> Path:
     folder = getattr(args, "resume_from_checkpoint", None)
     if isinstance(folder, str | os.PathLike):
         folder = Path(folder)
-        if folder.name == name or not re.fullmatch(r"checkpoint-\d+", folder.name):
+        if folder.name == name or not re.fullmatch(
+            r"checkpoint-\d+", folder.name
+        ):
             return folder
     return Path(args.output_dir, name)
 
@@ -262,7 +276,10 @@ def _load_generators(folder: Path) -> None:
         return
     saved = paddle.load(str(path), return_numpy=True)
     # One file may hold the states of all ranks, and have the number of ranks in its name.
-    if isinstance(saved, list) or saved.get("world_size") != dist.get_world_size():
+    if (
+        isinstance(saved, list)
+        or saved.get("world_size") != dist.get_world_size()
+    ):
         return
     random.setstate(saved["python"])
     np.random.set_state(saved["numpy"])

@@ -12,7 +12,10 @@ import paddle.io
 
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import ArgumentError, PaddleShardError
-from paddle_shard.extras.trainers.rank_loader import RankLoader, read_rank_loader
+from paddle_shard.extras.trainers.rank_loader import (
+    RankLoader,
+    read_rank_loader,
+)
 from paddle_shard.loader.api import shard_dataloader
 from paddle_shard.loader.compat import in_auto_dp_mode
 from paddle_shard.loader.loader import ShardDataloader
@@ -55,7 +58,8 @@ class PaddlePatch(ExitStack):
             getattr(sampler, "sampler", None), paddle.io.RandomSampler
         )
         if not shuffles and not isinstance(options.get("shuffle"), bool):
-            options.pop("shuffle", None)  # it chooses how to shuffle, not whether
+            # it chooses how to shuffle, not whether
+            options.pop("shuffle", None)
         if getattr(sampler, "drop_last", False):
             options.pop("tail", None)  # the loader has chosen
         loader = _shard_with(args, given, options)

@@ -113,7 +113,9 @@ def _replace_iteration(patch: PaddlePatch) -> None:
         rank_loader = patch.rank_loader(loader)
         name = f"the DataLoader of {type(loader.dataset).__name__}"
         if rank_loader is not None:
-            warn_once(f"patch_paddle: {name} is read by paddle_shard, {rank_loader}.")
+            warn_once(
+                f"patch_paddle: {name} is read by paddle_shard, {rank_loader}."
+            )
             return iter(rank_loader)
         if dist.get_world_size() > 1:
             warn_once(
@@ -125,7 +127,9 @@ def _replace_iteration(patch: PaddlePatch) -> None:
     def length(loader: paddle.io.DataLoader) -> int:
         is_stream = isinstance(loader.dataset, paddle.io.IterableDataset)
         rank_loader = None if is_stream else patch.rank_loader(loader)
-        return int(paddle_len(loader)) if rank_loader is None else len(rank_loader)
+        return (
+            int(paddle_len(loader)) if rank_loader is None else len(rank_loader)
+        )
 
     patch.enter_context(mock.patch.object(loader_class, "__iter__", iterate))
     patch.enter_context(mock.patch.object(loader_class, "__len__", length))
@@ -137,7 +141,9 @@ def _add_callback(patch: PaddlePatch, callback: Any) -> None:
         callback = DefaultTrainerCallback
     for module in _trainer_modules("trainer"):
         callbacks = [*module.DEFAULT_CALLBACKS, callback]
-        patch.enter_context(mock.patch.object(module, "DEFAULT_CALLBACKS", callbacks))
+        patch.enter_context(
+            mock.patch.object(module, "DEFAULT_CALLBACKS", callbacks)
+        )
 
 
 def _replace_distributed_dataloader(patch: PaddlePatch) -> None:

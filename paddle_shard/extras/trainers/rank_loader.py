@@ -67,7 +67,9 @@ class RankLoader:
         """The epoch of a loop that has not come to its end. The next loop begins the next epoch, as Paddle's do."""
         self._dataset = dataloader.dataset
         self._sampler = dataloader.batch_sampler
-        self._ignored_label = getattr(dataloader.collate_fn, "label_pad_token_id", None)
+        self._ignored_label = getattr(
+            dataloader.collate_fn, "label_pad_token_id", None
+        )
 
     def __str__(self) -> str:
         sampler = self.sharded.batch_sampler
@@ -144,7 +146,10 @@ class RankLoader:
         ):  # `evaluate()` asks it how many rows there were
             world = dist.get_world_size()
             counts = gather_payloads(
-                tuple(range(world)), str(num_samples), _SECONDS, "the end of an epoch"
+                tuple(range(world)),
+                str(num_samples),
+                _SECONDS,
+                "the end of an epoch",
             )
             replicas = world // self._dataset.num_processes
             self._dataset.num_examples = sum(map(int, counts)) // replicas
@@ -192,7 +197,11 @@ def read_rank_loader(
 
     # A batch sampler that knows its rank, or that is made of a sampler which does.
     inner = getattr(sampler, "sampler", None)
-    owners = (each for each in (sampler, inner) if getattr(each, "num_replicas", 1) > 1)
+    owners = (
+        each
+        for each in (sampler, inner)
+        if getattr(each, "num_replicas", 1) > 1
+    )
     owner: Any = next(owners, None)
     if type(dataset).__name__ == _SHARD:
         num_data_ranks = dataset.num_processes

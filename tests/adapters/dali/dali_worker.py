@@ -35,13 +35,17 @@ def samples(
 
 def pipeline(**options):
     return dali_pipeline(
-        samples, batch_size=6, **{"num_threads": 1, "device_id": None, **options}
+        samples,
+        batch_size=6,
+        **{"num_threads": 1, "device_id": None, **options},
     )
 
 
 def first_step(build, batch_size=6, **options):
     foreign = dali_pipeline(
-        build, batch_size=batch_size, **{"num_threads": 1, "device_id": None, **options}
+        build,
+        batch_size=batch_size,
+        **{"num_threads": 1, "device_id": None, **options},
     )
     return refusal(lambda: steps_of(loader_of(foreign), 1))
 

@@ -16,7 +16,8 @@ def data(tmp_path):
         for i in range(23):
             rows = 1 + (folder == "ragged") * i
             np.save(
-                tmp_path / "data" / folder / f"{i:03}.npy", np.full([rows], i, np.int64)
+                tmp_path / "data" / folder / f"{i:03}.npy",
+                np.full([rows], i, np.int64),
             )
     return tmp_path / "data"
 
@@ -47,12 +48,19 @@ def test_dali_keeps_every_claim(num_ranks, data, tmp_path):
         )
         assert "num_shards=4, but this process" in refused["world"]
         assert "the pipeline has no reader" in refused["no reader"]
-        assert "give the pipeline the enable_checkpointing=" in refused["no checkpoint"]
-        assert "batch_size=4, but this data rank's is 3" in refused["other batch"]
+        assert (
+            "give the pipeline the enable_checkpointing="
+            in refused["no checkpoint"]
+        )
+        assert (
+            "batch_size=4, but this data rank's is 3" in refused["other batch"]
+        )
         assert "must return a Pipeline, got NoneType" in refused["no pipeline"]
         assert "samples differ in shape" in refused["ragged"]
         assert "names 1 outputs, but the pipeline has 3" in refused["fields"]
-        assert "cannot be split evenly over 2 data ranks" in refused["batch size"]
+        assert (
+            "cannot be split evenly over 2 data ranks" in refused["batch size"]
+        )
         assert refused["seed"].startswith(
             "ArgumentError: dali_pipeline: leave seed out"
         )

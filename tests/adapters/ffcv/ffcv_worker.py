@@ -58,13 +58,16 @@ def observed():
         bool(
             (
                 image._local_value().numpy()
-                == (ids._local_value().numpy().reshape(-1, 1, 1) / 7).astype("float32")
+                == (ids._local_value().numpy().reshape(-1, 1, 1) / 7).astype(
+                    "float32"
+                )
             ).all()
         )
         for image, ids in found["held"]
     ]
     broken = partial(
-        loader, pipelines={"image": [NDArrayDecoder(), Fails()], "id": [IntDecoder()]}
+        loader,
+        pipelines={"image": [NDArrayDecoder(), Fails()], "id": [IntDecoder()]},
     )
     found["refused"] = {
         **{

@@ -22,7 +22,10 @@ class Samples:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("data") / "samples.beton")
-    fields = {"image": NDArrayField(np.dtype("float32"), (5, 5)), "id": IntField()}
+    fields = {
+        "image": NDArrayField(np.dtype("float32"), (5, 5)),
+        "id": IntField(),
+    }
     DatasetWriter(path, fields, num_workers=1).from_indexed_dataset(Samples())
     return path
 
@@ -43,6 +46,8 @@ def test_ffcv_keeps_every_claim(num_ranks, data, tmp_path):
             assert refused[name].startswith(
                 f"ArgumentError: ffcv_loader: leave {name} out"
             )
-        assert "cannot be split evenly over 2 data ranks" in refused["batch size"]
+        assert (
+            "cannot be split evenly over 2 data ranks" in refused["batch size"]
+        )
         assert "shuffle must be False, True or 'quasi'" in refused["shuffle"]
         assert "ValueError: on purpose" in refused["dead thread"]

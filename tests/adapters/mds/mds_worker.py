@@ -23,7 +23,9 @@ def as_tuple(sample):
 
 
 def stream(folder="plain", **options):
-    return mds_stream(local=DATA / folder, batch_size=6, transform=as_tuple, **options)
+    return mds_stream(
+        local=DATA / folder, batch_size=6, transform=as_tuple, **options
+    )
 
 
 def observed():
@@ -36,7 +38,9 @@ def observed():
             partial(stream, "zipped", shuffle=True, **ZIPPED), resume=False
         ),
         "few": observe(
-            lambda: mds_stream(local=DATA / "few", batch_size=2, transform=as_tuple),
+            lambda: mds_stream(
+                local=DATA / "few", batch_size=2, transform=as_tuple
+            ),
             resume=False,
         ),
         "remote": observe(
@@ -61,7 +65,10 @@ def observed():
         sealed(
             {
                 **saved,
-                "sampler": {**saved["sampler"], "library": {"at": 1, "saved": {}}},
+                "sampler": {
+                    **saved["sampler"],
+                    "library": {"at": 1, "saved": {}},
+                },
             }
         )
     )
@@ -71,7 +78,9 @@ def observed():
                 loader_of(mds_stream(local=DATA / "plain", batch_size=5)), 1
             )
         ),
-        "streams": refusal(lambda: mds_stream(local=DATA, batch_size=6, streams=[])),
+        "streams": refusal(
+            lambda: mds_stream(local=DATA, batch_size=6, streams=[])
+        ),
         "begun": len(begun),
         "state": refusal(lambda: steps_of(other)),
     }

@@ -14,7 +14,10 @@ from tests.helpers import DP2, ONE, local, sharded
 sys.path.insert(0, str(Path(__file__).parents[3] / "demos/adapters"))
 from mds_recipe import _as_often_as, import_streaming
 
-LocalDataset, MDSWriter = import_streaming().LocalDataset, import_streaming().MDSWriter
+LocalDataset, MDSWriter = (
+    import_streaming().LocalDataset,
+    import_streaming().MDSWriter,
+)
 WORKER = Path(__file__).parent / "mds_worker.py"
 
 
@@ -52,7 +55,12 @@ def test_mds_keeps_every_claim(num_ranks, data, tmp_path):
     env = {"TMPDIR": str(tmp_path / "tmp")}
     before = leftovers(tmp_path / "tmp")
     reports = run_ranks(
-        WORKER, num_ranks, tmp_path / "run", args=[str(data)], env=env, timeout=400
+        WORKER,
+        num_ranks,
+        tmp_path / "run",
+        args=[str(data)],
+        env=env,
+        timeout=400,
     )
 
     check(reports, "plain", range(23), shuffled=False)
@@ -71,23 +79,31 @@ def test_mds_keeps_every_claim(num_ranks, data, tmp_path):
     )
     for report in reports:
         refused = report["refused"]
-        assert "cannot be split evenly over 2 data ranks" in refused["batch size"]
+        assert (
+            "cannot be split evenly over 2 data ranks" in refused["batch size"]
+        )
         assert refused["streams"].startswith(
             "ArgumentError: mds_stream: leave streams out"
         )
         assert refused["begun"] == 1
         assert "no state of the mds loader" in refused["state"]
-        assert "torch.distributed runs in this process" in refused["torch.distributed"]
+        assert (
+            "torch.distributed runs in this process"
+            in refused["torch.distributed"]
+        )
     assert leftovers(tmp_path / "tmp") == before, (
         "nothing is left behind, by passes that were given up neither"
     )
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file")  # the library leaves its index open
+# the library leaves its index open
+@pytest.mark.filterwarnings("ignore:unclosed file")
 def test_mds_files_on_the_host_resume_on_another_mesh(data):
     def rows(meshes, state=None, stop=None):
         loader = sharded(
-            DataLoader(LocalDataset(str(data / "plain")), batch_size=8, shuffle=True),
+            DataLoader(
+                LocalDataset(str(data / "plain")), batch_size=8, shuffle=True
+            ),
             meshes,
         )
         if state is not None:
@@ -107,7 +123,8 @@ def test_mds_files_on_the_host_resume_on_another_mesh(data):
 
 
 def test_mds_samples_that_are_repeated_are_left_out():
-    ids = np.array([[[0, 1], [2, 2]], [[3, 4], [2, -1]]])  # [data rank, batch, row]
+    # [data rank, batch, row]
+    ids = np.array([[[0, 1], [2, 2]], [[3, 4], [2, -1]]])
 
     once = _as_often_as(np.ones(5, int), ids)
     assert once.tolist() == [[0, 1, 2, -1], [3, 4, -1, -1]]

@@ -24,7 +24,9 @@ ray.cloudpickle.register_pickle_by_value(ray_data_recipe)
 
 
 def hashes(loader, after_step=lambda step: None):
-    return [hash_of(one) for one in readings.read(loader, after_step=after_step)]
+    return [
+        hash_of(one) for one in readings.read(loader, after_step=after_step)
+    ]
 
 
 def hash_of(batch):
@@ -48,7 +50,11 @@ def leader():
     ):
         dataloader = DataLoader(readings.Draws(), batch_size=8, num_workers=2)
         loader = paddle_shard.shard_dataloader(
-            dataloader, mesh, shard_dims="dp", replicas="leader", readers=readers
+            dataloader,
+            mesh,
+            shard_dims="dp",
+            replicas="leader",
+            readers=readers,
         )
         seen = set()
         found[name] = hashes(
@@ -67,7 +73,11 @@ def data():
 
     def loader_of(data_ranks, **options):
         shape = [
-            list(range(row * world // data_ranks, (row + 1) * world // data_ranks))
+            list(
+                range(
+                    row * world // data_ranks, (row + 1) * world // data_ranks
+                )
+            )
             for row in range(data_ranks)
         ]
         made = ray.data.range(103, override_num_blocks=7).map(
@@ -151,7 +161,10 @@ def relative():
         DataLoader(stream, batch_size=4),
     ):
         loader = paddle_shard.shard_dataloader(
-            data, readings.MESH, shard_dims="dp", readers=paddle_shard.RayReaders(num=2)
+            data,
+            readings.MESH,
+            shard_dims="dp",
+            readers=paddle_shard.RayReaders(num=2),
         )
         found.append(
             [

@@ -56,7 +56,8 @@ class Gathers(Dataset):
 
     def __getitems__(self, indices):
         return [
-            (np.int64(index), np.full(5, index / 3, "float32")) for index in indices
+            (np.int64(index), np.full(5, index / 3, "float32"))
+            for index in indices
         ]
 
 
@@ -112,7 +113,9 @@ class Tells(Dataset):
 
     def __getitem__(self, index):
         info = paddle.io.get_worker_info()
-        return np.array([index, info.id, info.num_workers, self.told, os.getpid()])
+        return np.array(
+            [index, info.id, info.num_workers, self.told, os.getpid()]
+        )
 
 
 def told(number):
@@ -140,7 +143,9 @@ class Noisy:
     def __call__(self, sample):
         return np.array(
             [
-                float(sample) if not isinstance(sample, dict) else float(sample["x"]),
+                float(sample)
+                if not isinstance(sample, dict)
+                else float(sample["x"]),
                 np.random.rand(),
             ]
         )
@@ -180,7 +185,11 @@ INDEXED = {
     "with a thread that prefetches": (Draws, {}, {"prefetch": 3}),
 }
 STREAMS = {
-    "parts of files": (lambda path: Stream.csv(path).map(Noisy()).in_parts(4), {}, {}),
+    "parts of files": (
+        lambda path: Stream.csv(path).map(Noisy()).in_parts(4),
+        {},
+        {},
+    ),
     "shuffled, repeated": (
         lambda path: Stream.csv(path).shuffle(16).map(Noisy()).in_parts(4),
         {},
@@ -207,7 +216,11 @@ STREAMS = {
         {"collate_fn": largest_first},
         {},
     ),
-    "whole batches": (lambda path: Stream.of(Batches()), {"batch_size": None}, {}),
+    "whole batches": (
+        lambda path: Stream.of(Batches()),
+        {"batch_size": None},
+        {},
+    ),
 }
 
 
@@ -243,12 +256,17 @@ def read(loader, epochs=1, after_step=lambda step: None):
         batches = iter(loader)
         for batch in batches:
             arrays = [
-                leaf._local_value().numpy() if hasattr(leaf, "_local_value") else leaf
+                leaf._local_value().numpy()
+                if hasattr(leaf, "_local_value")
+                else leaf
                 for leaf in leaves(batch)
             ]
             arrays.append(batches.valid._local_value().numpy())
             found.append(
-                [one.tobytes() if hasattr(one, "tobytes") else one for one in arrays]
+                [
+                    one.tobytes() if hasattr(one, "tobytes") else one
+                    for one in arrays
+                ]
             )
             after_step(step := step + 1)
         state = loader.state_dict()

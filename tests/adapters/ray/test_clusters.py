@@ -30,10 +30,14 @@ def test_ray_ranks_with_the_same_rows_share_actors(cluster, tmp_path):
     for report in reports:
         assert report["actors"] == report["workers"] == reports[0]["workers"]
         assert 1 <= report["actors seen"] <= 2
-    assert [("reads for" in one["who"]) for one in reports].count(True) == 1, reports
+    assert [("reads for" in one["who"]) for one in reports].count(True) == 1, (
+        reports
+    )
 
 
-def test_ranks_share_a_data_set_of_ray_data_and_make_equal_steps(cluster, tmp_path):
+def test_ranks_share_a_data_set_of_ray_data_and_make_equal_steps(
+    cluster, tmp_path
+):
     reports = run_ranks(
         WORKER,
         2,
@@ -45,9 +49,9 @@ def test_ranks_share_a_data_set_of_ray_data_and_make_equal_steps(cluster, tmp_pa
 
     for epoch in range(2):
         steps = [report["epochs"][epoch] for report in reports]
-        assert sorted(one for rank in steps for step in rank for one in step) == list(
-            range(103)
-        )
+        assert sorted(
+            one for rank in steps for step in rank for one in step
+        ) == list(range(103))
         assert len(steps[0]) == len(steps[1])
     assert sorted(one for step in reports[0]["leader"] for one in step) == list(
         range(103)
@@ -62,7 +66,9 @@ def test_ranks_share_a_data_set_of_ray_data_and_make_equal_steps(cluster, tmp_pa
         assert "another process reads the share of data rank 0" in twice
 
 
-def test_relative_paths_are_meant_from_the_folder_of_the_rank(cluster, tmp_path):
+def test_relative_paths_are_meant_from_the_folder_of_the_rank(
+    cluster, tmp_path
+):
     (report,) = run_ranks(
         WORKER,
         1,
@@ -78,10 +84,15 @@ def test_relative_paths_are_meant_from_the_folder_of_the_rank(cluster, tmp_path)
 def test_actors_of_a_rank_that_is_killed_are_gone(cluster):
     env = {**os.environ, **ENV, "RAY_ADDRESS": cluster}
     with subprocess.Popen(
-        [sys.executable, WORKER, "killed"], env=env, stdout=subprocess.PIPE, text=True
+        [sys.executable, WORKER, "killed"],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as rank:
         try:
-            line = next(line for line in rank.stdout if line.startswith("begun"))
+            line = next(
+                line for line in rank.stdout if line.startswith("begun")
+            )
         finally:
             rank.kill()
     pids = list(map(int, line.split()[1:]))
@@ -148,10 +159,10 @@ def test_readers_on_another_host_read_the_same(cluster_of_two_hosts, tmp_path):
         "RAY_ADDRESS": f"{first.ip}:6399",
         "PADDLE_SHARD_REPORT": str(out),
     }
-    code = (
-        "import runpy, sys; sys.argv[1:] = ['host']; import paddle_shard.testing as t; "
+    code = "import runpy, sys; sys.argv[1:] = ['host']; import paddle_shard.testing as t; "
+    code += (
+        f"t.report = lambda found: open({str(out)!r}, 'w').write(repr(found)); "
     )
-    code += f"t.report = lambda found: open({str(out)!r}, 'w').write(repr(found)); "
     code += f"runpy.run_path({str(WORKER)!r}, run_name='__main__')"
 
     done = subprocess.run(
@@ -165,6 +176,7 @@ def test_readers_on_another_host_read_the_same(cluster_of_two_hosts, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = out.read_text()
     assert "'same': True" in found
-    assert f"reading sample 7 failed in worker 0 on node {second.ip} " in found.replace(
-        "worker 1", "worker 0"
+    assert (
+        f"reading sample 7 failed in worker 0 on node {second.ip} "
+        in found.replace("worker 1", "worker 0")
     )

@@ -60,7 +60,11 @@ def launch(cluster, tmp_path):
             tmp_path / "ranks",
             *arguments,
         ]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        pipes = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        }
         return subprocess.Popen(command, env=env | more, cwd=tmp_path, **pipes)
 
     yield start, tmp_path / "ranks"
@@ -89,7 +93,9 @@ def test_ranks_meet_and_the_first_ones_output_is_shown(launch):
     assert process.returncode == 0, err
     assert f"rank 0 of 2: sum 3.0, ['{ranks}', '--lr', '3']" in out
     assert "rank 1" not in out
-    assert f"in {ranks.parent}\n" in out, "relative paths are those that the user sees"
+    assert f"in {ranks.parent}\n" in out, (
+        "relative paths are those that the user sees"
+    )
     assert sorted(path.name for path in ranks.iterdir()) == ["0", "1"]
 
 
@@ -110,15 +116,21 @@ def test_on_ray_names_the_rank_that_failed_first(launch):
     assert "rank 1 of 2 failed with exit code 7" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+)
 def test_on_ray_ranks_end_with_the_command(launch, number):
     start, ranks = launch
     process = start("waits")
-    until(lambda: len([path for path in ranks.iterdir() if path.read_text()]) == 2)
+    until(
+        lambda: len([path for path in ranks.iterdir() if path.read_text()]) == 2
+    )
     process.send_signal(number)
     process.communicate(timeout=HANG)
 
-    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert process.returncode == (
+        -number if number == signal.SIGKILL else 128 + number
+    )
     until(lambda: not alive(ranks))
 
 
@@ -153,9 +165,7 @@ def test_address_that_is_none_is_named_without_a_traceback(launch):
 
 
 def test_loader_names_an_address_that_is_none(launch):
-    code = (
-        "from paddle_shard.extras.ray_readers import connect_to_ray; connect_to_ray()"
-    )
+    code = "from paddle_shard.extras.ray_readers import connect_to_ray; connect_to_ray()"
     run = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "RAY_ADDRESS": "nonsense"},

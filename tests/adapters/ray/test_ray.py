@@ -73,7 +73,10 @@ def test_actors_read_the_same_bytes_as_workers(kind):
 
     found = read(
         loader_of(
-            dataset(), RayReaders(num=2), {**settings, "num_workers": 0}, options
+            dataset(),
+            RayReaders(num=2),
+            {**settings, "num_workers": 0},
+            options,
         ),
         epochs=2,
     )
@@ -88,7 +91,9 @@ def test_actors_read_the_same_stream_as_workers(kind, path):
     expected = read(loader_of(stream(path), None, settings, options), epochs=2)
 
     found = read(
-        loader_of(stream(path), RayReaders(num=3), settings, options, workers=0),
+        loader_of(
+            stream(path), RayReaders(num=3), settings, options, workers=0
+        ),
         epochs=2,
     )
 
@@ -164,7 +169,8 @@ def test_ray_failure_names_sample_worker_and_node():
     loader = loader_of(readings.Broken(), RayReaders(num=2), {}, {})
 
     with pytest.raises(
-        DataReadError, match=r"reading sample 7 failed in worker \d on node [\d.]+ "
+        DataReadError,
+        match=r"reading sample 7 failed in worker \d on node [\d.]+ ",
     ) as caught:
         read(loader)
 
@@ -195,17 +201,27 @@ def test_worker_is_told_what_it_is_told_as_a_process():
     rows = np.concatenate([batch._local_value().numpy() for batch in loader])
 
     assert rows[:, 0].tolist() == list(range(64))
-    assert {tuple(row) for row in rows[:, 1:4].tolist()} == {(0, 2, 100), (1, 2, 101)}
+    assert {tuple(row) for row in rows[:, 1:4].tolist()} == {
+        (0, 2, 100),
+        (1, 2, 101),
+    }
 
 
 @pytest.mark.parametrize("persistent", [True, False])
 def test_persistent_actors_stay_until_the_loader_is_dropped(persistent):
     loader = loader_of(
-        readings.Tells(), RayReaders(num=2), {"persistent_workers": persistent}, {}
+        readings.Tells(),
+        RayReaders(num=2),
+        {"persistent_workers": persistent},
+        {},
     )
 
     pids = [
-        {int(row[4]) for batch in loader for row in batch._local_value().numpy()}
+        {
+            int(row[4])
+            for batch in loader
+            for row in batch._local_value().numpy()
+        }
         for _ in range(2)
     ]
 
@@ -223,7 +239,8 @@ def test_ray_data_set_that_cannot_be_sent_fails_the_first_step():
     data.lock = threading.Lock()
 
     with pytest.raises(
-        DataReadError, match="the readers cannot be started: TypeError: .*pickle"
+        DataReadError,
+        match="the readers cannot be started: TypeError: .*pickle",
     ):
         read(loader_of(data, RayReaders(num=2), {}, {}))
 
@@ -245,7 +262,9 @@ def test_runtime_environment_reaches_the_actors():
 
 
 def test_ray_object_store_may_be_smaller_than_the_data():
-    held = ray._private.worker.global_worker.core_worker.get_all_reference_counts
+    held = (
+        ray._private.worker.global_worker.core_worker.get_all_reference_counts
+    )
     before = len(held())
 
     assert len(
@@ -258,7 +277,11 @@ def test_ray_object_store_may_be_smaller_than_the_data():
 
 @pytest.mark.parametrize(
     "kinds",
-    [(INDEXED, "draws"), (STREAMS, "parts of files"), (STREAMS, "shuffled, repeated")],
+    [
+        (INDEXED, "draws"),
+        (STREAMS, "parts of files"),
+        (STREAMS, "shuffled, repeated"),
+    ],
 )
 def test_run_is_resumed_by_other_readers(kinds, path):
     data, settings, options = kinds[0][kinds[1]]

@@ -36,13 +36,17 @@ def test_arrays_and_tensors_come_back_from_json(dtype):
     for value in (array, torch.from_numpy(array), array[:, 1:], array[0, 0]):
         back = from_json(json.loads(json.dumps(to_json({"at": value}))))["at"]
         assert type(back) is (
-            type(value) if not isinstance(value, np.generic) else type(value.item())
+            type(value)
+            if not isinstance(value, np.generic)
+            else type(value.item())
         )
         assert np.array_equal(np.asarray(back), np.asarray(value))
 
 
 def test_torchdata_state_that_json_cannot_hold_is_named():
-    with pytest.raises(ArgumentTypeError, match=r"state\['a'\]\[1\] is a object"):
+    with pytest.raises(
+        ArgumentTypeError, match=r"state\['a'\]\[1\] is a object"
+    ):
         to_json({"a": [0, object()]})
     with pytest.raises(StateError, match="'pickle' is no kind"):
         from_json({"$": ["pickle", "<u1", [0], ""]})
@@ -59,7 +63,9 @@ def test_state_of_other_data_is_refused():
 
 
 def test_share_that_is_not_read_is_refused():
-    assert build_watched(lambda share: (share.shard, share.num_shards), SHARE, "x") == (
+    assert build_watched(
+        lambda share: (share.shard, share.num_shards), SHARE, "x"
+    ) == (
         1,
         3,
     )
@@ -68,11 +74,15 @@ def test_share_that_is_not_read_is_refused():
         lambda share: share.shard,
         lambda share: share.epoch,
     ):
-        with pytest.raises(SplitError, match="each of the 3 data ranks would read all"):
+        with pytest.raises(
+            SplitError, match="each of the 3 data ranks would read all"
+        ):
             build_watched(build, SHARE, "x")
     assert (
         build_watched(
-            lambda share: 0, ShardOptions(shard=0, num_shards=1, seed=0, epoch=0), "x"
+            lambda share: 0,
+            ShardOptions(shard=0, num_shards=1, seed=0, epoch=0),
+            "x",
         )
         == 0
     )

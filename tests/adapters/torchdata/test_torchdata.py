@@ -21,16 +21,22 @@ def test_torchdata_keeps_every_claim(num_ranks, tmp_path):
     check(reports, "nodes", range(23), shuffled=True)
     for report in reports:
         refused = report["refused"]
-        assert "neither share.shard nor share.num_shards" in refused["share not read"]
         assert (
-            "num_replicas=4, but this process is data rank" in refused["world's ranks"]
+            "neither share.shard nor share.num_shards"
+            in refused["share not read"]
+        )
+        assert (
+            "num_replicas=4, but this process is data rank"
+            in refused["world's ranks"]
         )
         assert (
             "the MultiNodeWeightedSampler has rank=0 and world_size=1"
             in refused["fallback"]
         )
         assert "got list" in refused["not a loader"]
-        assert "cannot be split evenly over 2 data ranks" in refused["batch size"]
+        assert (
+            "cannot be split evenly over 2 data ranks" in refused["batch size"]
+        )
         assert refused["sampler"].startswith(
             "ArgumentError: stateful_dataloader: sampler"
         )
@@ -76,7 +82,9 @@ def test_torchs_samplers_draw_by_the_seed_and_are_resumed():
             sampler=torch.utils.data.RandomSampler(data), batch_size=8
         )
         given = paddle.io.DataLoader(data, batch_sampler=sampler)
-        return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", seed=5)
+        return paddle_shard.shard_dataloader(
+            given, mesh, shard_dims="dp", seed=5
+        )
 
     straight = [batch.numpy().tolist() for batch in made()]
     loader = made()

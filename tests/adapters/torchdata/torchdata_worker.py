@@ -37,7 +37,8 @@ def as_arrays(samples):
 def unequal(share, split=True):
     """Nodes: data rank 0 reads 5 samples, the other 18."""
     order = torch.randperm(
-        LENGTH, generator=torch.Generator().manual_seed(share.seed * 100 + share.epoch)
+        LENGTH,
+        generator=torch.Generator().manual_seed(share.seed * 100 + share.epoch),
     ).tolist()
     mine = order[:5] if share.shard == 0 else order[5:]
     assert share.num_shards == 2 or not split
@@ -56,7 +57,8 @@ def weighted(share, **ranks):
     assert share.shard in range(share.num_shards)
     sources = {name: nodes.IterableWrapper(range(9)) for name in "ab"}
     return nodes.Batcher(
-        nodes.MultiNodeWeightedSampler(sources, {"a": 1.0, "b": 1.0}, **ranks), 3
+        nodes.MultiNodeWeightedSampler(sources, {"a": 1.0, "b": 1.0}, **ranks),
+        3,
     )
 
 
@@ -81,16 +83,24 @@ def observed():
         "share not read": first_step(
             lambda share: nodes.Batcher(nodes.IterableWrapper(range(9)), 3)
         ),
-        "world's ranks": first_step(partial(distributed, num_replicas=4, rank=0)),
+        "world's ranks": first_step(
+            partial(distributed, num_replicas=4, rank=0)
+        ),
         "fallback": first_step(weighted),
-        "not a loader": first_step(lambda share: [share.shard, share.num_shards]),
+        "not a loader": first_step(
+            lambda share: [share.shard, share.num_shards]
+        ),
         "batch size": refusal(
-            lambda: steps_of(loader_of(stateful_dataloader(dataset, batch_size=5)), 1)
+            lambda: steps_of(
+                loader_of(stateful_dataloader(dataset, batch_size=5)), 1
+            )
         ),
         "sampler": refusal(
             lambda: stateful_dataloader(dataset, batch_size=6, sampler=[1])
         ),
-        "iterable": refusal(lambda: stateful_dataloader(iter([1]), batch_size=6)),
+        "iterable": refusal(
+            lambda: stateful_dataloader(iter([1]), batch_size=6)
+        ),
     }
     return found
 

@@ -48,7 +48,8 @@ def test_visualdl_log_is_read_back(logged):
     assert sorted(reader.get_tags()["scalar"]) == sorted(expected[0])
     for name in expected[0]:
         found = [
-            (record.id, record.value) for record in reader.get_data("scalar", name)
+            (record.id, record.value)
+            for record in reader.get_data("scalar", name)
         ]
         assert [step for step, _ in found] == [0, 10, 20]
         assert [value for _, value in found] == pytest.approx(
@@ -78,7 +79,9 @@ def test_visualdl_page_shows_the_curves(logged):
         [run] = json.loads(answer_of(f"{base}/runs"))["data"]
         for name in ("data/starved", "data/waits/reading"):
             asked = urllib.parse.urlencode({"run": run, "tag": name})
-            points = json.loads(answer_of(f"{base}/scalar/list?{asked}"))["data"]
+            points = json.loads(answer_of(f"{base}/scalar/list?{asked}"))[
+                "data"
+            ]
             assert [value for _, _, value in points] == pytest.approx(
                 [scalars[name] for scalars in expected], rel=1e-6
             )

@@ -46,7 +46,12 @@ PLAN = [  # name, check, settings, seconds at most
     ("tests, legacy stream", "tests", LEGACY, 150),
 ]
 TESTS = {
-    "tests": ["-n4", "test_delivery.py", "test_copies.py", "test_generators.py"],
+    "tests": [
+        "-n4",
+        "test_delivery.py",
+        "test_copies.py",
+        "test_generators.py",
+    ],
     "gpu tests": ["-s", "test_gpu.py"],
     "drops": ["-n3", "test_drops.py"],
     "ranks": ["test_ranks.py", "test_checkpoints.py"],
@@ -59,7 +64,8 @@ def command_of(check):
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     pytest += ["-p", "tests.device.on_standin", "-W", "default"]
     return pytest + [
-        f"tests/device/{arg}" if arg.endswith(".py") else arg for arg in TESTS[check]
+        f"tests/device/{arg}" if arg.endswith(".py") else arg
+        for arg in TESTS[check]
     ]
 
 
@@ -120,12 +126,12 @@ def run_check(check, settings, seconds, built, is_small):
 
 
 def describe_machine():
-    query = (
-        "--query-gpu=name,driver_version,pcie.link.gen.current,pcie.link.width.current"
-    )
+    query = "--query-gpu=name,driver_version,pcie.link.gen.current,pcie.link.width.current"
     try:
         gpu = subprocess.check_output(
-            ["nvidia-smi", query, "--format=csv,noheader"], text=True, timeout=30
+            ["nvidia-smi", query, "--format=csv,noheader"],
+            text=True,
+            timeout=30,
         ).strip()
     except (OSError, subprocess.SubprocessError) as error:
         gpu = str(error)
@@ -141,17 +147,25 @@ def describe_machine():
 def show(name, result):
     print(f"{result['status']}  {result['seconds']:6.1f} s  {name}", flush=True)
     for row in result["rows"]:
-        print("      ", ", ".join(f"{key} {value}" for key, value in row.items()))
+        print(
+            "      ", ", ".join(f"{key} {value}" for key, value in row.items())
+        )
     tail = result["tail"] if result["status"] else result["tail"][-1:]
-    for line in result["printed"] + (tail if tail and tail[0][:1] != "{" else []):
+    for line in result["printed"] + (
+        tail if tail and tail[0][:1] != "{" else []
+    ):
         print("     |", line[:200])
     sys.stdout.flush()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--built", required=True, type=Path, help="has libstandin.so")
-    parser.add_argument("--seconds", type=float, default=420, help="for all checks")
+    parser.add_argument(
+        "--built", required=True, type=Path, help="has libstandin.so"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=420, help="for all checks"
+    )
     parser.add_argument("--only", nargs="*", help="names of checks")
     parser.add_argument("--small", action="store_true", help="without a GPU")
     chosen = parser.parse_args()

@@ -33,7 +33,16 @@ WAYS = {
     "prefetch=0": ({}, {"prefetch": 0}),
     "2 workers": ({"num_workers": 2}, {}),
 }
-DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16"]
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+]
 DTYPES += ["float32", "float64", "complex64", "complex128"]
 
 
@@ -56,7 +65,9 @@ def loader_of(data, way):
     given, options = WAYS[way]
     dataloader = paddle.io.DataLoader(data, batch_size=ROWS, **given)
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
-    return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", **options)
+    return paddle_shard.shard_dataloader(
+        dataloader, mesh, shard_dims="dp", **options
+    )
 
 
 class Data(paddle.io.Dataset):
@@ -79,12 +90,23 @@ class Data(paddle.io.Dataset):
 def check_bytes():
     """Bytes of every dtype come to the device and back."""
     rng, num_copies = np.random.default_rng(0), 0
-    sizes = [0, 1, 7, 1000, 65536, 65537, 1 << 20, *([] if SMALL else [(1 << 24) + 3])]
+    sizes = [
+        0,
+        1,
+        7,
+        1000,
+        65536,
+        65537,
+        1 << 20,
+        *([] if SMALL else [(1 << 24) + 3]),
+    ]
     for kind in DTYPES:
         stored = "uint16" if kind == "bfloat16" else kind
         for size in sizes:
             num_bytes = size * np.dtype(stored).itemsize
-            array = rng.integers(0, 2 if kind == "bool" else 256, num_bytes, "uint8")
+            array = rng.integers(
+                0, 2 if kind == "bool" else 256, num_bytes, "uint8"
+            )
             array = array.view(stored)
             (tensor,) = host_tensors([array])
             if stored != kind:
@@ -119,7 +141,9 @@ def check_next():
             took = (time.perf_counter() - began) * 1e3
             plugin.standin_wait(STREAM)
             yield {"bytes": size, "way": way, "next_ms": round(took, 2)}
-            assert took < 250 or not PINNED, f"{way}: next() waits for the device"
+            assert took < 250 or not PINNED, (
+                f"{way}: next() waits for the device"
+            )
     facts()
 
 
@@ -127,7 +151,9 @@ def check_copies():
     """GB/s of CUDA alone and through Paddle, and how long the call takes beside queued work."""
     for size in (1 << 16, 1 << 19, 1 << 24, 1 << 26):
         block = plugin.standin_pinned(size)
-        pinned = np.frombuffer((ctypes.c_char * size).from_address(block), "uint8")
+        pinned = np.frombuffer(
+            (ctypes.c_char * size).from_address(block), "uint8"
+        )
         with on_standin.unpinned():
             pageable = np.ones(size, "uint8")
         pinned[:] = 1
@@ -162,7 +188,9 @@ def check_copies():
                 "cuda_h2d_GBps": round(size / to_device / 1e3, 2),
                 "cuda_d2h_GBps": round(size / to_host / 1e3, 2),
                 "paddle_h2d_GBps": round(size / min(whole) / 1e9, 2),
-                "call_ms_with_20_ms_queued": round(statistics.median(calls) * 1e3, 3),
+                "call_ms_with_20_ms_queued": round(
+                    statistics.median(calls) * 1e3, 3
+                ),
             }
     facts()
 
@@ -171,14 +199,19 @@ class ByHand:
     """Batches that are ready in host memory, of which each is copied in the stream that computes."""
 
     def __init__(self, size, steps):
-        rows = [np.zeros((ROWS, size // ROWS // 4), "float32") for _ in range(4)]
+        rows = [
+            np.zeros((ROWS, size // ROWS // 4), "float32") for _ in range(4)
+        ]
         self.arrays = [[array, np.arange(ROWS)] for array in rows]
         self.batches = [host_tensors(arrays) for arrays in self.arrays]
         self.steps = steps
 
     def __iter__(self):
         for step in range(self.steps):
-            yield [tensor._copy_to(PLACE, False) for tensor in self.batches[step % 4]]
+            yield [
+                tensor._copy_to(PLACE, False)
+                for tensor in self.batches[step % 4]
+            ]
 
 
 def step_times(loader, num_skipped, busy=10):
@@ -195,23 +228,35 @@ def step_times(loader, num_skipped, busy=10):
         asked = time.perf_counter()
     plugin.standin_wait(STREAM)
     step = (time.perf_counter() - began) * 1000 / (len(waits) - num_skipped)
-    return round(step, 2), round(statistics.median(waits[num_skipped:]) * 1000, 2)
+    return round(step, 2), round(
+        statistics.median(waits[num_skipped:]) * 1000, 2
+    )
 
 
 def check_steps():
     """Milliseconds a step, beside a loop without data, copies by hand and Paddle's own loader."""
     steps, num_skipped = (12, 4) if SMALL else (26, 6)
-    sizes = {"512 KB": 1 << 19, "4 MB": 1 << 22, "16 MB": 1 << 24, "64 MB": 1 << 26}
+    sizes = {
+        "512 KB": 1 << 19,
+        "4 MB": 1 << 22,
+        "16 MB": 1 << 24,
+        "64 MB": 1 << 26,
+    }
     shared = os.statvfs("/dev/shm")
     for read in (0, 6):
         for name, size in list(sizes.items())[: 2 if SMALL else 4]:
             data = Data(size, steps, read)
-            loaders = {"no data": [None] * steps, "by hand": ByHand(size, steps)}
+            loaders = {
+                "no data": [None] * steps,
+                "by hand": ByHand(size, steps),
+            }
             for workers in (0, 2):
                 # Paddle's workers put batches into /dev/shm, and crash if it is full.
                 if not workers or shared.f_bavail * shared.f_frsize > 16 * size:
-                    loaders[f"Paddle's own, {workers} workers"] = paddle.io.DataLoader(
-                        data, batch_size=ROWS, num_workers=workers
+                    loaders[f"Paddle's own, {workers} workers"] = (
+                        paddle.io.DataLoader(
+                            data, batch_size=ROWS, num_workers=workers
+                        )
                     )
             loaders |= {way: loader_of(data, way) for way in WAYS}
             for who, loader in loaders.items():
@@ -236,7 +281,9 @@ class Counted(paddle.io.Dataset):
     def __init__(self, size, steps):
         with on_standin.unpinned():
             rng = np.random.default_rng(1)
-            self.base = rng.integers(0, 1 << 30, size // ROWS // 4, dtype="int32")
+            self.base = rng.integers(
+                0, 1 << 30, size // ROWS // 4, dtype="int32"
+            )
         self.steps = steps
 
     def __getitem__(self, index):
@@ -250,7 +297,9 @@ class Counted(paddle.io.Dataset):
         width = len(self.base)
         weights = 2 * np.arange(ROWS * width, dtype="uint64") + np.uint64(1)
         weights = weights.reshape(ROWS, width)
-        of_base = (weights * self.base.astype("uint64")).sum(axis=1, dtype="uint64")
+        of_base = (weights * self.base.astype("uint64")).sum(
+            axis=1, dtype="uint64"
+        )
         of_index = weights.sum(axis=1, dtype="uint64")
         index = np.arange(len(self), dtype="uint64").reshape(self.steps, ROWS)
         return (of_base + of_index * index).sum(axis=1, dtype="uint64")
@@ -292,7 +341,10 @@ def check_numbers():
             assert str(local.place) == str(PLACE)
             plugin.standin_work(STREAM, work_us)
             num_words = ROWS * len(data.base)
-            assert plugin.standin_sum(STREAM, local.data_ptr(), num_words, number) == 0
+            assert (
+                plugin.standin_sum(STREAM, local.data_ptr(), num_words, number)
+                == 0
+            )
             if number % 97 == 0:
                 held.append((local, index._local_value()))
             del rows, index, local
@@ -305,8 +357,15 @@ def check_numbers():
         )
         for local, index in held:
             expected = data.base + index.numpy()[:, None].astype("int32")
-            assert (local.numpy() == expected).all(), "other numbers in a held batch"
-        yield {"way": way, "bytes": size, "steps": steps, "held": len(held)} | facts()
+            assert (local.numpy() == expected).all(), (
+                "other numbers in a held batch"
+            )
+        yield {
+            "way": way,
+            "bytes": size,
+            "steps": steps,
+            "held": len(held),
+        } | facts()
 
 
 def share_of_waits(loader, device_ms):
@@ -315,7 +374,11 @@ def share_of_waits(loader, device_ms):
     for number, _ in enumerate(loader):
         if number == 4:  # workers have started
             counts = loader.stats.epoch
-            first = counts.wait_seconds, counts.hidden_seconds, counts.step_seconds
+            first = (
+                counts.wait_seconds,
+                counts.hidden_seconds,
+                counts.step_seconds,
+            )
         plugin.standin_work(STREAM, device_ms * 1000)
         time.sleep(0.001)
     plugin.standin_wait(STREAM)
@@ -346,10 +409,14 @@ def check_statistics():
                 yield row | counts
                 assert counts["hidden_s"] <= counts["wait_s"]
                 assert counts["wait_s"] + counts["step_s"] <= 1.02 * took
-                is_right = starved < 0.1 if device_ms > read_ms else starved > 0.5
+                is_right = (
+                    starved < 0.1 if device_ms > read_ms else starved > 0.5
+                )
                 if is_right:
                     break
-            assert is_right, f"{way}: data is late for {starved:.0%} of the time"
+            assert is_right, (
+                f"{way}: data is late for {starved:.0%} of the time"
+            )
 
 
 if __name__ == "__main__":

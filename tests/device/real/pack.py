@@ -19,7 +19,11 @@ from pathlib import Path
 
 CHUNK, MOST = 24 << 20, 54 << 20
 LEFT_OUT = ("include/", "cost_model/static_op", "tests/", "libs/libmklml")
-LEFT_OUT += ("libs/libopenvino_intel_cpu_plugin", "libs/liblapack", "libs/libblas")
+LEFT_OUT += (
+    "libs/libopenvino_intel_cpu_plugin",
+    "libs/liblapack",
+    "libs/libblas",
+)
 LEFT_OUT += ("libs/libgfortran", "libs/libquadmath", "libs/libwarp")
 GOMP = Path("/usr/lib/x86_64-linux-gnu/libgomp.so.1")
 """Packed, too, in case the other machine has none."""
@@ -40,7 +44,9 @@ def strip(library):
 
 def compress(chunk):
     filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 1}]
-    return lzma.compress(chunk, lzma.FORMAT_XZ, check=lzma.CHECK_CRC32, filters=filters)
+    return lzma.compress(
+        chunk, lzma.FORMAT_XZ, check=lzma.CHECK_CRC32, filters=filters
+    )
 
 
 def tar_of(wheel):
@@ -56,7 +62,9 @@ def tar_of(wheel):
             member.size, member.mode = len(content), 0o755
             tar.addfile(member, io.BytesIO(content))
 
-        for info in sorted(archive.infolist(), key=lambda info: -info.file_size):
+        for info in sorted(
+            archive.infolist(), key=lambda info: -info.file_size
+        ):
             if is_wanted(info.filename):
                 content = archive.read(info)
                 is_library = ".so" in Path(info.filename).suffixes

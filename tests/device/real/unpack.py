@@ -23,7 +23,11 @@ def main(folder, site, keep):
     Path(keep).mkdir(parents=True, exist_ok=True)
     pieces = sorted(Path(folder).glob("*.xz"))
     with ProcessPoolExecutor(8) as pool:
-        list(pool.map(decompress, pieces, [Path(keep, piece.stem) for piece in pieces]))
+        list(
+            pool.map(
+                decompress, pieces, [Path(keep, piece.stem) for piece in pieces]
+            )
+        )
     about = json.loads(Path(folder, "pieces.json").read_text())
     chunks = [Path(keep, Path(name).stem) for name in about["names"]]
     missing = [chunk.name for chunk in chunks if not chunk.exists()]

@@ -70,7 +70,8 @@ class Side:
         """Return the value of a piece of code, or the options that it is."""
         code = self.codes[number]
         return eval(
-            f"dict({code})" if re.match(r"\w+=[^=]", code) else code, {**NAMES, **names}
+            f"dict({code})" if re.match(r"\w+=[^=]", code) else code,
+            {**NAMES, **names},
         )
 
 
@@ -116,7 +117,11 @@ def real(loader, epochs=1):
         for batch in batches:
             good = local(batches.valid)
             found.append(
-                [row for row, valid in zip(local(batch), good, strict=True) if valid]
+                [
+                    row
+                    for row, valid in zip(local(batch), good, strict=True)
+                    if valid
+                ]
             )
     return found
 

@@ -62,7 +62,9 @@ def epochs_differ(given, *_, **options):
         return [[local(batch) for batch in loader] for _ in range(2)]
 
     found = on_each_rank((0, 1), two)
-    epochs = [flat(found[0][epoch]) + flat(found[1][epoch]) for epoch in range(2)]
+    epochs = [
+        flat(found[0][epoch]) + flat(found[1][epoch]) for epoch in range(2)
+    ]
     assert [sorted(epoch) for epoch in epochs] == [IDS, IDS]
     assert epochs[0] != epochs[1]
 
@@ -78,7 +80,10 @@ def chooses_epochs(new, *_):
 
 def counts_real_rows(new, *_):
     """A metric has a value for each real row, once."""
-    batches, total = iter(sharded(DataLoader(ODD, batch_size=8), ONE, tail="fill")), []
+    batches, total = (
+        iter(sharded(DataLoader(ODD, batch_size=8), ONE, tail="fill")),
+        [],
+    )
     for batch in batches:
         assert len(local(batch)) == 8
         total += new(values=batch, batches=batches).numpy().tolist()
@@ -117,7 +122,10 @@ def pads_rows(new, *_):
 
     def shapes():
         given = DataLoader(RAGGED, batch_size=8, collate_fn=padded)
-        return [list(batch._local_value().shape) for batch in sharded(given, **new())]
+        return [
+            list(batch._local_value().shape)
+            for batch in sharded(given, **new())
+        ]
 
     assert on_each_rank((0, 1), shapes) == dict.fromkeys((0, 1), [[4, 24]] * 3)
 
@@ -147,7 +155,8 @@ def seeds_differ(new, *_):
 def drops_what_is_short(new, *_):
     """Full batches only, and no sample twice."""
     assert (
-        steps(lambda: sharded(DataLoader(ODD, batch_size=8), **new())) == cut(IDS)[:2]
+        steps(lambda: sharded(DataLoader(ODD, batch_size=8), **new()))
+        == cut(IDS)[:2]
     )
 
 

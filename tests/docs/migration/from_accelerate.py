@@ -32,9 +32,10 @@ def same_rows(new, old):
     assert of_each_rank(new) == PREPARED
 
 
-case(ACCELERATE, "accelerator.prepare(DataLoader(data, batch_size=b, shuffle=True))")(
-    epochs_differ
-)
+case(
+    ACCELERATE,
+    "accelerator.prepare(DataLoader(data, batch_size=b, shuffle=True))",
+)(epochs_differ)
 
 
 @case(ACCELERATE, "DataLoaderConfiguration(split_batches=True)")
@@ -54,7 +55,10 @@ def filled(new, old):
     )
 
 
-@case(ACCELERATE, "DataLoaderConfiguration(even_batches=False) with join_uneven_inputs")
+@case(
+    ACCELERATE,
+    "DataLoaderConfiguration(even_batches=False) with join_uneven_inputs",
+)
 def equal_steps(new, old):
     given = DataLoader(
         Made(length=17), batch_size=8
@@ -78,17 +82,22 @@ def padded_to_the_longest(rows):
     }
 
 
-@case(ACCELERATE, "collate_fn= that pads to the longest row, pad_across_processes")
+@case(
+    ACCELERATE, "collate_fn= that pads to the longest row, pad_across_processes"
+)
 def as_long_as_the_longest(new, old):
     data = Made(lambda i: {"ids": np.full(1 + i, i)}, 24)
     whole = [
         batch["ids"].tolist()
-        for batch in DataLoader(data, batch_size=8, collate_fn=padded_to_the_longest)
+        for batch in DataLoader(
+            data, batch_size=8, collate_fn=padded_to_the_longest
+        )
     ]
     given = DataLoader(data, batch_size=8, collate_fn=padded_to_the_longest)
     # Ranks that are simulated tell each other nothing: the longest row of each batch is rank 1's.
     found = on_each_rank(
-        (0, 1), lambda: [local(batch["ids"]) for batch in sharded(given, **new())]
+        (0, 1),
+        lambda: [local(batch["ids"]) for batch in sharded(given, **new())],
     )
     for mine, others, rows in zip(found[1], found[0], whole, strict=True):
         assert mine == rows[4:]
@@ -107,7 +116,8 @@ def next_sample(new, old):
 case(ACCELERATE, "DataLoaderConfiguration(use_stateful_dataloader=True)")(
     counts_delivered
 )
-case(ACCELERATE, "DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)")(
-    seeds_differ
-)
+case(
+    ACCELERATE,
+    "DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)",
+)(seeds_differ)
 case(ACCELERATE, "loader.set_epoch(epoch)")(chooses_epochs)

@@ -18,12 +18,20 @@ STREAM = Stream.of(range(24))
 @case(PIPES, "IterableWrapper(data)")
 def samples_in_order(new, old):
     assert steps(
-        lambda: sharded(DataLoader(new(data=range(24)).in_parts(1), batch_size=8), ONE),
+        lambda: sharded(
+            DataLoader(new(data=range(24)).in_parts(1), batch_size=8), ONE
+        ),
         (0,),
     ) == cut(IDS)
     assert (
         sorted(
-            flat(steps(lambda: sharded(DataLoader(new(data=range(24)), batch_size=8))))
+            flat(
+                steps(
+                    lambda: sharded(
+                        DataLoader(new(data=range(24)), batch_size=8)
+                    )
+                )
+            )
         )
         == IDS
     )
@@ -31,7 +39,9 @@ def samples_in_order(new, old):
 
 @case(PIPES, "dp.map(function)")
 def mapped(new, old):
-    assert list(new(stream=STREAM, function=lambda i: i * i)) == [i * i for i in IDS]
+    assert list(new(stream=STREAM, function=lambda i: i * i)) == [
+        i * i for i in IDS
+    ]
 
 
 @case(PIPES, "dp.filter(keep)")
@@ -40,7 +50,8 @@ def filtered(new, old):
     assert list(stream) == IDS[::3]
     # Parts end at different times, and no kept sample is lost.
     assert (
-        sorted(flat(real(sharded(DataLoader(stream, batch_size=8), ONE)))) == IDS[::3]
+        sorted(flat(real(sharded(DataLoader(stream, batch_size=8), ONE))))
+        == IDS[::3]
     )
 
 
@@ -50,7 +61,8 @@ def windows(new, old):
     epochs_differ(lambda: DataLoader(stream, batch_size=8))
     alone = steps(lambda: sharded(DataLoader(stream, batch_size=8)))
     assert (
-        steps(lambda: sharded(DataLoader(stream, batch_size=8, num_workers=2))) == alone
+        steps(lambda: sharded(DataLoader(stream, batch_size=8, num_workers=2)))
+        == alone
     )
 
 
@@ -59,7 +71,10 @@ def mapped_by_one_reader(new, old):
     before, after = [], []
     stream = STREAM.map(lambda i: before.append(i) or i)
     stream = new(stream=stream).map(lambda i: after.append(i) or i)
-    assert sorted(flat(steps(lambda: sharded(DataLoader(stream, batch_size=8))))) == IDS
+    assert (
+        sorted(flat(steps(lambda: sharded(DataLoader(stream, batch_size=8)))))
+        == IDS
+    )
     assert sorted(after) == IDS, "by one of two readers"
     assert len(before) > 1.5 * len(after), (
         "by both, up to the last sample that each keeps"
@@ -68,13 +83,17 @@ def mapped_by_one_reader(new, old):
 
 @case(PIPES, "dp.batch(4).map(function).unbatch()")
 def groups(new, old):
-    found = list(new(stream=STREAM, function=lambda group: [len(group)] * len(group)))
+    found = list(
+        new(stream=STREAM, function=lambda group: [len(group)] * len(group))
+    )
     assert found == [4] * 24
 
 
 @case(PIPES, "dp.batch(b).collate()")
 def global_batches(new, old):
-    assert [len(batch) for batch in steps(lambda: sharded(new(stream=STREAM)))] == [
+    assert [
+        len(batch) for batch in steps(lambda: sharded(new(stream=STREAM)))
+    ] == [
         8,
         8,
         8,
@@ -131,11 +150,15 @@ def another_seed(new, old):
     assert sorted(flat(orders[1])) == IDS
 
 
-@case(PIPES, "loader.state_dict() and DataLoader2.from_state(state, reading_service)")
+@case(
+    PIPES,
+    "loader.state_dict() and DataLoader2.from_state(state, reading_service)",
+)
 def next_sample(new, old):
     def make(meshes=DP2, workers=0):
         return sharded(
-            DataLoader(STREAM.shuffle(2), batch_size=8, num_workers=workers), meshes
+            DataLoader(STREAM.shuffle(2), batch_size=8, num_workers=workers),
+            meshes,
         )
 
     def load(loader, state):

@@ -47,9 +47,14 @@ def any_source(new, old):
         num_records=24, shuffle=False, num_epochs=1, seed=0
     )
     theirs = flat(
-        batch.tolist() for batch in old(**grains(), source=range(24), sampler=sampler)
+        batch.tolist()
+        for batch in old(**grains(), source=range(24), sampler=sampler)
     )
-    assert flat(steps(lambda: sharded(ours(new, source=range(24))))) == theirs == IDS
+    assert (
+        flat(steps(lambda: sharded(ours(new, source=range(24)))))
+        == theirs
+        == IDS
+    )
 
 
 @case(GRAIN, "IndexSampler(num_records=len(source), shuffle=True, seed=7)")
@@ -58,15 +63,17 @@ def shuffled_by_the_loader(new, old):
     epochs_differ(lambda: ours(new, source=range(24)))
 
 
-case(GRAIN, "ShardOptions(shard_index=rank, shard_count=2) or ShardByJaxProcess()")(
-    replicas_agree
-)
+case(
+    GRAIN,
+    "ShardOptions(shard_index=rank, shard_count=2) or ShardByJaxProcess()",
+)(replicas_agree)
 
 
 @case(GRAIN, "worker_count=2")
 def any_number_of_workers(new, old):
     loaders = [
-        DataLoader(range(24), batch_size=8, **options) for options in ({}, new())
+        DataLoader(range(24), batch_size=8, **options)
+        for options in ({}, new())
     ]
     assert (
         steps(lambda: sharded(loaders[1]))
@@ -79,7 +86,11 @@ def any_number_of_workers(new, old):
 def steps_of_a_map_dataset(new, old):
     epochs_differ(lambda: ours(new, source=range(24), function=lambda x: x))
     found = flat(
-        steps(lambda: sharded(ours(new, source=range(24), function=lambda x: x * x)))
+        steps(
+            lambda: sharded(
+                ours(new, source=range(24), function=lambda x: x * x)
+            )
+        )
     )
     assert sorted(found) == [i * i for i in IDS]
 
@@ -88,7 +99,9 @@ def steps_of_a_map_dataset(new, old):
 def its_own_order(new, old):
     dataset = grains()["MapDataset"].source(range(24)).shuffle(seed=7)
     loader = sharded(ours(new, source=range(24)), ONE)
-    assert [flat(real(loader)) for _ in range(2)] == [[dataset[i] for i in IDS]] * 2
+    assert [flat(real(loader)) for _ in range(2)] == [
+        [dataset[i] for i in IDS]
+    ] * 2
 
 
 @case(GRAIN, "dataset[rank::ranks]")
@@ -111,13 +124,18 @@ def a_stream_of_what_is_kept(new, old):
 
 @case(GRAIN, "dataset.random_map(function)")
 def drawn_anew(new, old):
-    dataset = ours(new, dataset=numbers(), function=lambda x: x + np.random.random())
+    dataset = ours(
+        new, dataset=numbers(), function=lambda x: x + np.random.random()
+    )
 
     def two_epochs():
         loader = sharded(DataLoader(dataset, batch_size=8))
         return [flat(local(batch) for batch in loader) for _ in range(2)]
 
-    first, again = on_each_rank((0, 1), two_epochs), on_each_rank((0, 1), two_epochs)
+    first, again = (
+        on_each_rank((0, 1), two_epochs),
+        on_each_rank((0, 1), two_epochs),
+    )
     assert first == again
     assert first[0][0] != first[0][1]
     assert [int(x) for x in first[0][0]] == [int(x) for x in first[0][1]]
@@ -126,7 +144,10 @@ def drawn_anew(new, old):
 @case(GRAIN, "MapDataset.mix([web, code], weights=[0.75, 0.25])")
 def exact_shares(new, old):
     web, code = numbers(), grains()["MapDataset"].range(1000, 1010)
-    theirs, mixture = old(web=web, code=code, **grains()), ours(new, web=web, code=code)
+    theirs, mixture = (
+        old(web=web, code=code, **grains()),
+        ours(new, web=web, code=code),
+    )
     rows = flat(real(sharded(DataLoader(mixture, batch_size=4), ONE)))
     assert len(rows) == len(mixture) == len(theirs)
     assert sorted(rows) == sorted(theirs[i] for i in range(len(theirs)))
@@ -137,10 +158,14 @@ def exact_shares(new, old):
 @case(GRAIN, "iterator.set_state(iterator.get_state())")
 def next_sample(new, old):
     def make(meshes=DP2, workers=0):
-        given = DataLoader(numbers(), batch_size=8, shuffle=True, num_workers=workers)
+        given = DataLoader(
+            numbers(), batch_size=8, shuffle=True, num_workers=workers
+        )
         return sharded(given, meshes)
 
-    resumes(lambda loader, state: new(loader=loader, other=_saved(state)), make=make)
+    resumes(
+        lambda loader, state: new(loader=loader, other=_saved(state)), make=make
+    )
     resumes(
         lambda loader, state: new(loader=loader, other=_saved(state)),
         make=make,

@@ -54,7 +54,10 @@ def drawn(mixture):
 @case(HUGGING_FACE, 'load_dataset(name, split="train", streaming=True)')
 def each_once(new, old):
     stream = new(dataset=streamed()).map(id_of)
-    assert sorted(flat(steps(lambda: sharded(DataLoader(stream, batch_size=8))))) == IDS
+    assert (
+        sorted(flat(steps(lambda: sharded(DataLoader(stream, batch_size=8)))))
+        == IDS
+    )
 
 
 @case(HUGGING_FACE, 'load_dataset(name, split="train")')
@@ -63,7 +66,10 @@ def as_it_is(new, old):
     assert sorted(flat(local(batch["id"]) for batch in loader)) == IDS
 
 
-@case(HUGGING_FACE, "split_dataset_by_node(dataset, rank=rank, world_size=world_size)")
+@case(
+    HUGGING_FACE,
+    "split_dataset_by_node(dataset, rank=rank, world_size=world_size)",
+)
 def no_split(new, old):
     split = old(dataset=streamed(), rank=0, world_size=2, **library())
     assert len(ids(split)) == 12
@@ -75,11 +81,14 @@ def no_split(new, old):
 @case(HUGGING_FACE, 'dataset.with_format("torch")')
 def arrays(new, old):
     dataset = (
-        library()["Dataset"].from_dict({"x": [[1, 2], [3, 4]]}).to_iterable_dataset()
+        library()["Dataset"]
+        .from_dict({"x": [[1, 2], [3, 4]]})
+        .to_iterable_dataset()
     )
     [batch] = sharded(
         DataLoader(
-            Side("`Stream.huggingface(d)`")(d=new(dataset=dataset)), batch_size=2
+            Side("`Stream.huggingface(d)`")(d=new(dataset=dataset)),
+            batch_size=2,
         ),
         ONE,
     )
@@ -91,7 +100,9 @@ def windows(new, old):
     stream = new(dataset=streamed()).map(id_of)
     epochs_differ(lambda: DataLoader(stream, batch_size=8))
     orders = [
-        steps(lambda seed=seed: sharded(DataLoader(stream, batch_size=8), **seed))
+        steps(
+            lambda seed=seed: sharded(DataLoader(stream, batch_size=8), **seed)
+        )
         for seed in ({}, new(1))
     ]
     assert orders[0] != orders[1]
@@ -100,14 +111,19 @@ def windows(new, old):
 
 @case(HUGGING_FACE, "interleave_datasets([web, code])")
 def in_turns(new, old):
-    assert drawn(new(**web_and_code())) == ids(old(**web_and_code(), **library()))
+    assert drawn(new(**web_and_code())) == ids(
+        old(**web_and_code(), **library())
+    )
 
 
 @case(
-    HUGGING_FACE, 'interleave_datasets([web, code], stopping_strategy="all_exhausted")'
+    HUGGING_FACE,
+    'interleave_datasets([web, code], stopping_strategy="all_exhausted")',
 )
 def in_turns_to_the_last(new, old):
-    assert drawn(new(**web_and_code())) == ids(old(**web_and_code(), **library()))
+    assert drawn(new(**web_and_code())) == ids(
+        old(**web_and_code(), **library())
+    )
 
 
 @case(
@@ -115,7 +131,10 @@ def in_turns_to_the_last(new, old):
     'interleave_datasets([web, code], stopping_strategy="all_exhausted_without_replacement")',
 )
 def each_once_by_length(new, old):
-    theirs, ours = ids(old(**web_and_code(), **library())), drawn(new(**web_and_code()))
+    theirs, ours = (
+        ids(old(**web_and_code(), **library())),
+        drawn(new(**web_and_code())),
+    )
     assert sorted(ours) == sorted(theirs) == [*range(24), *range(1000, 1010)]
     assert max(theirs[20:]) < 1000 <= max(ours[-2:]), (
         "theirs ends with one source alone"
@@ -131,7 +150,8 @@ def off(rows, share=Fraction(1, 4)):
 
 
 @case(
-    HUGGING_FACE, "interleave_datasets([web, code], probabilities=[0.75, 0.25], seed=7)"
+    HUGGING_FACE,
+    "interleave_datasets([web, code], probabilities=[0.75, 0.25], seed=7)",
 )
 def exact_shares(new, old):
     assert off(drawn(new(**web_and_code()))) <= Fraction(1, 2)
@@ -169,11 +189,16 @@ case(HUGGING_FACE, "dataset.set_epoch(epoch)")(chooses_epochs)
 def nothing_is_lost(new, old):
     stream = Side("`Stream.huggingface(d).shuffle(2)`")(d=streamed()).map(id_of)
     resumes(
-        new, make=lambda meshes=DP2: sharded(DataLoader(stream, batch_size=8), meshes)
+        new,
+        make=lambda meshes=DP2: sharded(
+            DataLoader(stream, batch_size=8), meshes
+        ),
     )
     # Theirs leaves out what was in the buffer.
     dataset = streamed().shuffle(seed=1, buffer_size=6)
-    begun = [next(samples)["id"] for samples in [iter(dataset)] for _ in range(8)]
+    begun = [
+        next(samples)["id"] for samples in [iter(dataset)] for _ in range(8)
+    ]
     again = streamed().shuffle(seed=1, buffer_size=6)
     old(dataset=again, state=dataset.state_dict())
     assert set(begun + ids(again)) < set(IDS)

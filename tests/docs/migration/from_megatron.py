@@ -16,12 +16,16 @@ DOCUMENTS = [
 ]
 
 
-@case(MEGATRON, 'BlendedMegatronDatasetConfig(blend=(["web", "code"], [0.7, 0.3]))')
+@case(
+    MEGATRON,
+    'BlendedMegatronDatasetConfig(blend=(["web", "code"], [0.7, 0.3]))',
+)
 def exact_shares(new, old):
     rows = flat(
         real(
             sharded(
-                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE
+                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True),
+                ONE,
             )
         )
     )
@@ -40,7 +44,8 @@ def each_once(new, old):
     rows = flat(
         real(
             sharded(
-                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE
+                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True),
+                ONE,
             )
         )
     )
@@ -70,7 +75,9 @@ def labels_within_a_document(new, old):
     for row in rows_of(new(documents=DOCUMENTS)):
         tokens, pieces = row["input_ids"].tolist(), row["segment_ids"].tolist()
         for at, label in enumerate(row["labels"].tolist()):
-            has_next = at < 15 and pieces[at] > 0 and pieces[at] == pieces[at + 1]
+            has_next = (
+                at < 15 and pieces[at] > 0 and pieces[at] == pieces[at + 1]
+            )
             if has_next:
                 assert label == tokens[at + 1]
             elif label != -100:  # a document that goes on in another row
@@ -99,7 +106,9 @@ def lengths_are_kept(new, old):
 
     many = Noting(DOCUMENTS * 8)
     first = Packed(many, 16)
-    assert first.lengths.tolist() == [len(document) for document in DOCUMENTS * 8]
+    assert first.lengths.tolist() == [
+        len(document) for document in DOCUMENTS * 8
+    ]
     np.save("lengths.npy", first.lengths)
     read.clear()
     assert len(new(documents=many)) == len(first)

@@ -21,7 +21,8 @@ MOSAIC = "From MosaicML Streaming"
 
 @case(MOSAIC, "StreamingDataset(local=folder, batch_size=b, shuffle=True)")
 def files_on_the_host(new, old):
-    def given():  # their data set has an index and a length, as this one: tests/adapters/mds reads real files
+    # their data set has an index and a length, as this one: tests/adapters/mds reads real files
+    def given():
         return new(LocalDataset=lambda folder: DATA, folder="mds")
 
     epochs_differ(given)
@@ -32,7 +33,8 @@ def files_on_the_host(new, old):
 
 
 case(
-    MOSAIC, "StreamingDataset(remote=remote, local=cache, batch_size=b, shuffle=True)"
+    MOSAIC,
+    "StreamingDataset(remote=remote, local=cache, batch_size=b, shuffle=True)",
 )(by_a_recipe("mds", "mds_recipe"))
 
 
@@ -44,7 +46,10 @@ def blocks_stay_together(new, old):
     epochs_differ(lambda: given, None, **options)
     found = steps(lambda: sharded(given, **options))
     # In rows of each part, samples of two blocks are mixed; each block is opened by one data rank.
-    halves = [flat(batch[:4] for batch in found), flat(batch[4:] for batch in found)]
+    halves = [
+        flat(batch[:4] for batch in found),
+        flat(batch[4:] for batch in found),
+    ]
     assert not {row // 4 for row in halves[0]} & {row // 4 for row in halves[1]}
 
 
@@ -63,12 +68,15 @@ def exact_shares(new, old):
     rows = flat(
         real(
             sharded(
-                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE
+                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True),
+                ONE,
             )
         )
     )
     for end in range(1, len(rows) + 1):
-        assert abs(shares(rows[:end]) * end - Fraction(end, 4)) <= Fraction(1, 2)
+        assert abs(shares(rows[:end]) * end - Fraction(end, 4)) <= Fraction(
+            1, 2
+        )
 
 
 @case(MOSAIC, "epoch_size=48")
@@ -76,14 +84,17 @@ def samples_of_an_epoch(new, old):
     rows = flat(
         real(
             sharded(
-                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE
+                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True),
+                ONE,
             ),
             epochs=3,
         )
     )
     assert len(rows) == 3 * 48
     web = [row for row in rows if row < 1000]
-    assert len(set(web[:70])) == 70, "an epoch of the mixture is no end for its sources"
+    assert len(set(web[:70])) == 70, (
+        "an epoch of the mixture is no end for its sources"
+    )
 
 
 @case(MOSAIC, "proportion= without epoch_size=")
@@ -91,12 +102,15 @@ def as_many_as_there_are(new, old):
     rows = flat(
         real(
             sharded(
-                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE
+                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True),
+                ONE,
             )
         )
     )
     assert len(rows) == 100
-    shorter = Mixture({"web": WEB, "code": CODE}, weights={"web": 0.1, "code": 0.9})
+    shorter = Mixture(
+        {"web": WEB, "code": CODE}, weights={"web": 0.1, "code": 0.9}
+    )
     assert len(shorter) == 34, "code has been read once"
 
 

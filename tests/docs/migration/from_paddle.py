@@ -33,7 +33,9 @@ PADDLE = "From dist.shard_dataloader"
 
 @case(PADDLE, 'dist.shard_dataloader(given, mesh, shard_dims="dp")')
 def same_rows(new, old):
-    given = DataLoader(Made(lambda i: (np.array(i), np.array(-i)), 24), batch_size=8)
+    given = DataLoader(
+        Made(lambda i: (np.array(i), np.array(-i)), 24), batch_size=8
+    )
     assert steps(lambda: (batch[0] for batch in new(given=given))) == cut(IDS)
     # Paddle's own stops with numpy 2.4, unless a loader of this library was made before. Paddle 3.0's must be called.
     assert steps(lambda: (batch[0] for batch in old(given=given)())) == cut(IDS)
@@ -71,7 +73,10 @@ def both_loops(new, old):
     assert run(new.codes[0]) == run("for step, batch in enumerate(loader)")
 
 
-@case(PADDLE, "DataLoader(data, batch_size=B, shuffle=True), and its order has to stay")
+@case(
+    PADDLE,
+    "DataLoader(data, batch_size=B, shuffle=True), and its order has to stay",
+)
 def order_of_paddle(new, old):
     keeps_the_order(new, old)
 
@@ -122,7 +127,9 @@ def order_of_the_sampler(new, old):
 
 @case(SAMPLER, "a sampler that has to stay")
 def kept_sampler(new, old):
-    assert of_each_rank(new) == on_each_rank((0, 1), lambda: list(launched(DATA, 4)))
+    assert of_each_rank(new) == on_each_rank(
+        (0, 1), lambda: list(launched(DATA, 4))
+    )
 
 
 @case(SAMPLER, "drop_last=True")
@@ -148,7 +155,9 @@ def padding_is_marked(new, old):
         if good
     ]
     assert sorted(real) == list(range(21))
-    theirs = flat(flat(on_each_rank((0, 1), lambda: list(launched(ODD, 4))).values()))
+    theirs = flat(
+        flat(on_each_rank((0, 1), lambda: list(launched(ODD, 4))).values())
+    )
     assert len(theirs) == 22, "Paddle's sampler repeats a sample without a mark"
 
 
@@ -170,9 +179,12 @@ def patched_sampler(new, old):
 
     found = on_each_rank((0, 1), rows)
     theirs = on_each_rank((0, 1), lambda: list(launched(DATA, 4)))
-    assert all(not batch.is_dist() for batches in found.values() for batch in batches)
+    assert all(
+        not batch.is_dist() for batches in found.values() for batch in batches
+    )
     assert {
-        rank: [batch.tolist() for batch in batches] for rank, batches in found.items()
+        rank: [batch.tolist() for batch in batches]
+        for rank, batches in found.items()
     } == theirs
 
 

@@ -8,7 +8,16 @@ from paddle.io import (
     get_worker_info,
 )
 
-from tests.docs.migration import DATA, IDS, case, cut, flat, shuffled, steps, stopped
+from tests.docs.migration import (
+    DATA,
+    IDS,
+    case,
+    cut,
+    flat,
+    shuffled,
+    steps,
+    stopped,
+)
 from tests.docs.migration.claims import (
     as_many_steps,
     by_a_recipe,
@@ -82,9 +91,10 @@ def a_state_with_workers(new, old):
     assert run() == cut(IDS)
 
 
-case(STATEFUL, "StatefulDataLoader(data, sampler=StatefulDistributedSampler(data))")(
-    epochs_differ
-)
+case(
+    STATEFUL,
+    "StatefulDataLoader(data, sampler=StatefulDistributedSampler(data))",
+)(epochs_differ)
 
 
 class Unsplit(IterableDataset):
@@ -176,7 +186,12 @@ class Backwards(BatchSampler):
     """A sampler with a state of its own."""
 
     def __init__(self):
-        self.at, self.loaded, self.batch_size, self.drop_last = 0, None, 8, False
+        self.at, self.loaded, self.batch_size, self.drop_last = (
+            0,
+            None,
+            8,
+            False,
+        )
 
     def __iter__(self):
         while self.at < 3:
@@ -234,7 +249,10 @@ def sampler_of_indices_with_a_state(new, old):
     for after in (1, 2):
         loader = sharded(new(sampler=IndicesBackwards()), ONE)
         batches = iter(loader)
-        begun, state = [local(next(batches)) for _ in range(after)], loader.state_dict()
+        begun, state = (
+            [local(next(batches)) for _ in range(after)],
+            loader.state_dict(),
+        )
         batches.close()
         own = IndicesBackwards()
         again = sharded(new(sampler=own), ONE)

@@ -64,11 +64,15 @@ def nothing_is_read_twice(new, old):
 def dropped(new, old):
     assert not new.codes
     with paddle_shard.patch_paddle():
-        assert steps(lambda: made_by_a_trainer(ODD, drop_last=True)) == cut(IDS)[:2]
+        assert (
+            steps(lambda: made_by_a_trainer(ODD, drop_last=True))
+            == cut(IDS)[:2]
+        )
 
 
 @case(
-    TRAINERS, "an auto-parallel trainer that does not shuffle (not PaddleFormers 1.2.0)"
+    TRAINERS,
+    "an auto-parallel trainer that does not shuffle (not PaddleFormers 1.2.0)",
 )
 def shuffled_all_the_same(new, old):
     found = patched(new)
@@ -102,7 +106,8 @@ def one_length_on_all_ranks(new, old):
     def fields():
         batches = dist.shard_dataloader(given, [DP2], shard_dims="dp")
         return [
-            (local(batch["input_ids"]), local(batch["labels"])) for batch in batches
+            (local(batch["input_ids"]), local(batch["labels"]))
+            for batch in batches
         ]
 
     with new():

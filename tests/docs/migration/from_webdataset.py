@@ -58,7 +58,8 @@ def of_tars(**how):
 
 
 @case(
-    WEBDATASET, "wds.WebDataset(urls, nodesplitter=wds.split_by_node, shardshuffle=100)"
+    WEBDATASET,
+    "wds.WebDataset(urls, nodesplitter=wds.split_by_node, shardshuffle=100)",
 )
 def each_once(new, old):
     stream = new(urls=tars()).map(id_of)
@@ -84,9 +85,13 @@ def order_of_the_list(new, old):
 @case(WEBDATASET, "wds.WebDataset(urls, resampled=True).with_epoch(n)")
 def steps_of_equal_number(new, old):
     given = DataLoader(new(urls=tars()).map(id_of), batch_size=8)
-    found = on_each_rank((0, 1), lambda: real(sharded(given, **new(1)), epochs=2))
+    found = on_each_rank(
+        (0, 1), lambda: real(sharded(given, **new(1)), epochs=2)
+    )
     assert all(len(batches) == 2 * 5 for batches in found.values())
-    assert all(len(batch) == 4 for batches in found.values() for batch in batches)
+    assert all(
+        len(batch) == 4 for batches in found.values() for batch in batches
+    )
     assert set(Counter(flat(found[0] + found[1])).values()) <= {1, 2, 3, 4, 5}
     assert len(theirs(old, n=10)) == 10
 
@@ -97,9 +102,13 @@ def windows(new, old):
     epochs_differ(lambda: DataLoader(stream, batch_size=8))
     alone = steps(lambda: sharded(DataLoader(stream, batch_size=8)))
     assert (
-        steps(lambda: sharded(DataLoader(stream, batch_size=8, num_workers=2))) == alone
+        steps(lambda: sharded(DataLoader(stream, batch_size=8, num_workers=2)))
+        == alone
     )
-    assert steps(lambda: sharded(DataLoader(stream, batch_size=8), ONE), (0,)) == alone
+    assert (
+        steps(lambda: sharded(DataLoader(stream, batch_size=8), ONE), (0,))
+        == alone
+    )
 
 
 @case(WEBDATASET, 'dataset.decode("rgb8")')
@@ -138,7 +147,10 @@ def what_is_kept(new, old):
     assert len(kept) == 8
 
 
-@case(WEBDATASET, "wds.WebLoader(dataset.batched(b), batch_size=None, num_workers=2)")
+@case(
+    WEBDATASET,
+    "wds.WebLoader(dataset.batched(b), batch_size=None, num_workers=2)",
+)
 def global_batches(new, old):
     stream = of_tars()
     found = steps(lambda: sharded(new(stream=stream)))
@@ -167,12 +179,14 @@ def bad_samples(new, old):
 @case(WEBDATASET, "wds.RandomMix([web, code], [0.75, 0.25])")
 def exact_shares(new, old):
     web, code = Stream.of(range(100)), Stream.of(range(1000, 1050))
-    loader = sharded(DataLoader(new(web=web, code=code).in_parts(1), batch_size=8), ONE)
+    loader = sharded(
+        DataLoader(new(web=web, code=code).in_parts(1), batch_size=8), ONE
+    )
     rows = flat(real(loader))
     for end in range(1, 101):
-        assert abs(sum(row >= 1000 for row in rows[:end]) - end / 4) <= 1 - 1 / (
-            2 * 2 - 2
-        )
+        assert abs(
+            sum(row >= 1000 for row in rows[:end]) - end / 4
+        ) <= 1 - 1 / (2 * 2 - 2)
     assert set(theirs(old, web=[1], code=[2])) <= {1, 2}
 
 
@@ -189,7 +203,9 @@ def one_copy(new, old):
             ),
         )
         assert sorted(found[0] + found[1]) == sorted(IDS * 2)
-        assert Counter(name for name, _ in server.asked) == dict.fromkeys(names, 1)
+        assert Counter(name for name, _ in server.asked) == dict.fromkeys(
+            names, 1
+        )
 
 
 @case(WEBDATASET, "a run that begins its epoch again after a stop")
@@ -197,7 +213,9 @@ def resumes_on_another_mesh(new, old):
     stream = of_tars().shuffle(3)
 
     def make(meshes=DP2, workers=0):
-        return sharded(DataLoader(stream, batch_size=8, num_workers=workers), meshes)
+        return sharded(
+            DataLoader(stream, batch_size=8, num_workers=workers), meshes
+        )
 
     resumes(new, make=make)
     resumes(new, make=make, workers=2)
