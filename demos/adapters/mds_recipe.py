@@ -30,7 +30,6 @@ import shares
 from paddle_shard.core.collate import collate
 from paddle_shard.data.external import ExternalLoader, ShardOptions
 from paddle_shard.data.files.files import needs
-from paddle_shard.data.files.locks import file_lock
 from paddle_shard.errors import (
     ArgumentError,
     MissingDependencyError,
@@ -189,6 +188,8 @@ def _open(
 ) -> tuple[Any, Callable[[], None]]:
     """Open a StreamingDataset that reads a share; return it, and the function that closes it."""
     streaming = import_streaming()
+    # a dependency of streaming
+    from filelock import FileLock
     from streaming.base.batching import generate_work
     from streaming.base.world import World
 
@@ -208,11 +209,7 @@ def _open(
     one_at_a_time = os.path.join(
         tempfile.gettempdir(), f"paddle_shard_mds_{os.getuid()}.lock"
     )
-    with (
-        open(one_at_a_time, "wb") as lock,
-        file_lock(lock),
-        _environment(_ALONE),
-    ):
+    with FileLock(one_at_a_time), _environment(_ALONE):
         dataset = streaming.StreamingDataset(
             batch_size=rows, shuffle_seed=seed, **settings
         )
@@ -268,7 +265,9 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 def _prepared_alone(
     prepare: Callable[[Any], int], lock_file: str, shard: Any
 ) -> int:
-    with open(lock_file, "wb") as lock, file_lock(lock):
+    from filelock import FileLock
+
+    with FileLock(lock_file):
         return prepare(shard)
 
 
@@ -372,7 +371,6 @@ def import_streaming() -> Any:
             try:
                 import streaming
             finally:
-                del sys.modules[
-                    name
-                ]  # so that a later import of it says what is missing
+                # so that a later import of it says what is missing
+                del sys.modules[name]
         return streaming

@@ -77,7 +77,7 @@ def check(loader, advice):
     assert {"train/loss", *loader.stats.scalars()} == set(tags), tags
     points = {
         record.id: record.value
-        for record in reader.get_data("scalar", "data/waits/reading")
+        for record in reader.get_data("scalar", "data/wait_seconds")
     }
     assert list(points) == list(range(EVERY, STEPS, EVERY))
     slow, quick = (
@@ -86,7 +86,7 @@ def check(loader, advice):
     )
     assert slow > 5 * quick, (slow, quick)
     print(
-        f"reading took {slow:.2f} s while the data set was slow, and {quick:.3f} s later: {len(tags)} curves"
+        f"the loop waited {slow:.2f} s while the data set was slow, and {quick:.3f} s later: {len(tags)} curves"
     )
     print(advice)
 

@@ -86,7 +86,7 @@ def test_mds_keeps_every_claim(num_ranks, data, tmp_path):
             "ArgumentError: mds_stream: leave streams out"
         )
         assert refused["begun"] == 1
-        assert "no state of the mds loader" in refused["state"]
+        assert "StateError: state: samples was None" in refused["state"]
         assert (
             "torch.distributed runs in this process"
             in refused["torch.distributed"]

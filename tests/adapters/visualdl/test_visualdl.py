@@ -77,7 +77,7 @@ def test_visualdl_page_shows_the_curves(logged):
     try:
         base = f"http://127.0.0.1:{port}/app/api"
         [run] = json.loads(answer_of(f"{base}/runs"))["data"]
-        for name in ("data/starved", "data/waits/reading"):
+        for name in ("data/starved", "data/wait_seconds"):
             asked = urllib.parse.urlencode({"run": run, "tag": name})
             points = json.loads(answer_of(f"{base}/scalar/list?{asked}"))[
                 "data"
