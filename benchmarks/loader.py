@@ -508,9 +508,8 @@ def print_steps(reports, num_ranks):
             for who in (OURS, PADDLE)
         ]
         rows.append((compute, str(workers), f"{alone * 1e3:.2f} ms", *cells))
-        if (
-            compute == "sleep"
-        ):  # a matmul wants a core that readers and other processes want, too
+        # a matmul wants a core that readers and other processes want, too
+        if compute == "sleep":
             targets.append((compute, workers, took[OURS] / larger))
     print_table(
         f"4. A step of about {COMPUTE * 1e3:g} ms with reads of {READ * 1e3:g} ms, {processes(num_ranks)}, and (to the "

@@ -148,9 +148,8 @@ def drifts():
             name: drift(draw(weights), weights) for name, draw in peers.items()
         }
         bound = 1 - 1 / (2 * num - 2)
-        reached &= (
-            found[OURS] <= bound + DRAWS * 2**-20
-        )  # weights are rounded by less than 2^-20
+        # weights are rounded by less than 2^-20
+        reached &= found[OURS] <= bound + DRAWS * 2**-20
         rows.append(
             [
                 f"{num}, {kind}",

@@ -363,10 +363,11 @@ def per_index():
             row[name, GRAIN] = grain_cost(size)
     of_5e7["5e7", NUMPY] = numpy_cost(TABLE_LARGEST)
     best = {}
+    # numpy's of 5e7 takes seconds: fewer turns
     cost = {
         **in_turns(measures, 11, best),
         **in_turns(of_5e7, 5, best),
-    }  # numpy's of 5e7 takes seconds: fewer turns
+    }
     rows = []
     for name in sizes:
         ours = cost[name, "block"]

@@ -44,9 +44,8 @@ def children():
 
 def held(workers):
     """What this process holds besides memory; `workers` are the processes that it ever had."""
-    own = tuple(
-        f"paddle_{pid}_" for pid in (os.getpid(), *workers)
-    )  # as Paddle names what its workers share
+    # as Paddle names what its workers share
+    own = tuple(f"paddle_{pid}_" for pid in (os.getpid(), *workers))
     mapped = Path("/proc/self/maps").read_text().count("/memfd:paddle_shard")
     return {
         "open files": len(os.listdir("/proc/self/fd")),

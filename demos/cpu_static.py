@@ -71,9 +71,8 @@ def cpu_static() -> CpuStatic:
     )
     if has_accelerator or Engine._init_comm.__module__ == __name__:
         return patch
-    if (
-        "POD_NAME" in os.environ
-    ):  # with it, DistModel calls fleet.init: a dozen gloo groups
+    # with it, DistModel calls fleet.init: a dozen gloo groups
+    if "POD_NAME" in os.environ:
         patch.callback(
             os.environ.setdefault, "POD_NAME", os.environ.pop("POD_NAME")
         )

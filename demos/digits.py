@@ -51,9 +51,8 @@ def new_model(mesh=None):
     paddle.seed(SEED)
     model = Classifier()
     if mesh is not None:
-        dist.shard_layer(
-            model, mesh, lambda name, layer, mesh: None
-        )  # parameters not named are replicated
+        # parameters not named are replicated
+        dist.shard_layer(model, mesh, lambda name, layer, mesh: None)
     return model, paddle.optimizer.AdamW(
         learning_rate=5e-3, parameters=model.parameters()
     )
@@ -78,18 +77,16 @@ def train_static(loader, mesh, bar):
 
     layer, optimizer = new_model(mesh)
     losses = []
-    with (
-        cpu_static()
-    ):  # lets a static program run on CPU processes; changes nothing on GPUs
+    # lets a static program run on CPU processes; changes nothing on GPUs
+    with cpu_static():
         model = dist.to_static(
             layer, loader, paddle.nn.CrossEntropyLoss(), optimizer
         )
         model.train()
         for _ in range(EPOCHS):
             for images, labels in loader:
-                loss = paddle.to_tensor(
-                    float(model(images, labels))
-                )  # this rank's mean
+                # this rank's mean
+                loss = paddle.to_tensor(float(model(images, labels)))
                 dist.all_reduce(loss)
                 losses.append(float(loss) / dist.get_world_size())
                 bar(losses[-1])
@@ -122,9 +119,10 @@ def accuracy(model, loader):
     right = total = 0
     batches = iter(loader)
     for images, labels in batches:
+        # no padding
         hits = paddle_shard.gather_valid(
             model(images).argmax(axis=-1) == labels, batches.valid
-        )  # no padding
+        )
         right, total = right + int(hits.sum()), total + len(hits)
     return right / total, total
 

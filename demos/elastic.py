@@ -122,9 +122,8 @@ def read_diaries(diary):
     for path in sorted(
         Path(diary).iterdir(), key=lambda path: float(path.name.split("-")[0])
     ):
-        yield [
-            json.loads(line) for line in path.read_text().split("\n")[:-1]
-        ]  # whole lines
+        # whole lines
+        yield [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def step_of(checkpoint):
@@ -488,16 +487,14 @@ def main():
         type=int,
         help="of the moment and the node; default: a random one",
     )
-    parser.add_argument(
-        "--as-rank", nargs=2, help=argparse.SUPPRESS
-    )  # how the nodes start a rank
+    # how the nodes start a rank
+    parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
         train(*options.as_rank)
         return
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # leaves every `with`
+    # leaves every `with`
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"--fault {options.fault} --seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as directory:

@@ -90,9 +90,8 @@ def run(loader):
 
 def check(tail, options, steps, delivered):
     """Assert what a tail promises, against the sizes of the files alone."""
-    parts = (
-        options.parts or 4
-    )  # the largest divisor of the batch that is at most the number of files
+    # the largest divisor of the batch that is at most the number of files
+    parts = options.parts or 4
     # Shard i belongs to part i mod P; a step takes as many samples of each part.
     lengths = [sum(SIZES[part::parts]) for part in range(parts)]
     each = BATCH_SIZE // parts

@@ -100,9 +100,8 @@ class Block(paddle.nn.Layer):
             .reshape([rows, length, HEADS, 3 * HIDDEN // HEADS])
             .transpose([0, 2, 1, 3])
         )
-        query, key, value = paddle.split(
-            qkv, 3, axis=-1
-        )  # each [rows, heads, length, hidden / heads]
+        # each [rows, heads, length, hidden / heads]
+        query, key, value = paddle.split(qkv, 3, axis=-1)
         scores = (
             paddle.matmul(query, key, transpose_y=True)
             * (HIDDEN // HEADS) ** -0.5
@@ -124,9 +123,10 @@ class GPT(paddle.nn.Layer):
             paddle.nn.LayerNorm(HIDDEN),
             paddle.nn.Linear(HIDDEN, 256),
         )
+        # no byte sees a later one
         self.mask = paddle.triu(
             paddle.full([CONTEXT, CONTEXT], -1e9), diagonal=1
-        )  # no byte sees a later one
+        )
 
     def forward(self, input_ids, labels):
         """Return the loss of every byte, [rows, length]."""

@@ -109,9 +109,8 @@ class Model(paddle.nn.Layer):
             paddle.matmul(self.query(x), self.key(x), transpose_y=True)
             / x.shape[-1] ** 0.5
         )
-        apart = (
-            (segments.unsqueeze(2) - segments.unsqueeze(1)).abs().clip(0, 1)
-        )  # 1 between two documents
+        # 1 between two documents
+        apart = (segments.unsqueeze(2) - segments.unsqueeze(1)).abs().clip(0, 1)
         x = x + paddle.matmul(
             F.softmax(scores - 1e9 * (apart + causal).clip(0, 1)), self.value(x)
         )
@@ -386,16 +385,14 @@ def main():
     parser.add_argument(
         "--kill-at", type=int, metavar="STEP", help="default: a random one"
     )
-    parser.add_argument(
-        "--as-rank", nargs=4, help=argparse.SUPPRESS
-    )  # how the driver starts a rank
+    # how the driver starts a rank
+    parser.add_argument("--as-rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
         train(*options.as_rank)
         return
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # leaves every `with`
+    # leaves every `with`
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as directory:
         drive(options.kill_at, Path(directory))
 

@@ -15,9 +15,8 @@ import sys
 import tempfile
 import time
 
-os.environ.setdefault(
-    "RAY_AUTH_MODE", "token"
-)  # ray.init(address=) asks for it, before Ray is imported
+# ray.init(address=) asks for it, before Ray is imported
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import numpy as np
 import paddle.distributed as dist
@@ -39,9 +38,8 @@ class Pictures(Dataset):
         return LENGTH
 
     def __getitem__(self, index):
-        if os.path.exists(
-            self.trap
-        ):  # the process that removes it is killed in the middle of its batch
+        # the process that removes it is killed in the middle of its batch
+        if os.path.exists(self.trap):
             try:
                 os.unlink(self.trap)
             except FileNotFoundError:

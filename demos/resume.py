@@ -435,16 +435,14 @@ def main():
         default=["dp=4", "mp=1,dp=2"],
         help="default: %(default)s",
     )
-    parser.add_argument(
-        "--as-rank", nargs=4, help=argparse.SUPPRESS
-    )  # how the driver starts a rank
+    # how the driver starts a rank
+    parser.add_argument("--as-rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
         train(*options.as_rank)
         return
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # leaves every `with`
+    # leaves every `with`
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as directory:
         drive(options.meshes, options.kill_at, Path(directory))
 

@@ -101,9 +101,8 @@ def train(loader, mesh):
             each = paddle.nn.functional.cross_entropy(
                 model(images), labels, reduction="none"
             ).squeeze(-1)
-            real = batches.valid.astype(
-                "float32"
-            )  # the parts differ by one sample at most
+            # the parts differ by one sample at most
+            real = batches.valid.astype("float32")
             loss = (each * real).sum() / real.sum()
             loss.backward()
             optimizer.step()

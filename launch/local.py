@@ -371,9 +371,8 @@ def _collect_signals() -> list[int]:
     """Return a list to which every signal that asks this process to stop will be appended."""
     received: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if (
-            signal.getsignal(number) is not signal.SIG_IGN
-        ):  # under nohup, SIGHUP stays ignored
+        # under nohup, SIGHUP stays ignored
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: received.append(number))
     return received
 

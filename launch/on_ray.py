@@ -28,9 +28,8 @@ import sys
 import time
 from typing import Any
 
-os.environ.setdefault(
-    "RAY_AUTH_MODE", "token"
-)  # if the cluster has none, set RAY_AUTH_MODE=disabled
+# if the cluster has none, set RAY_AUTH_MODE=disabled
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 POLL_SECONDS = 0.2
 CONNECT_SECONDS = 10.0
@@ -146,9 +145,10 @@ def _interface_of(ip: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
+                # SIOCGIFADDR
                 answer = fcntl.ioctl(
                     probe, 0x8915, struct.pack("256s", name.encode())
-                )  # SIOCGIFADDR
+                )
                 if socket.inet_ntoa(answer[20:24]) == ip:
                     return name
     return None
@@ -395,10 +395,11 @@ def run(
         (rank for rank, code in enumerate(codes) if code),
         key=lambda rank: looks[rank][2],
     )
+    # the cause comes last
     for rank in [
         *(rank for rank in range(len(ranks)) if rank != first),
         first,
-    ]:  # the cause comes last
+    ]:
         print(
             f"--- rank {rank} on {ips[rank]} ---",
             ends[rank][0].decode(errors="replace"),

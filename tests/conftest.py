@@ -10,9 +10,8 @@ from tests.jobs import run_ranks
 from tests.trials import LONG as RUNS_LONG
 from tests.trials import trials
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as a shell starts what runs in its background
+# as a shell starts what runs in its background
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # until all tests are collected, which makes nothing to collect
 if find_spec("hypothesis"):  # which other libraries' environments do without

@@ -36,9 +36,8 @@ def open_files() -> set[Descriptor]:
     """All that are open now."""
     found = set()
     for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(
-            OSError
-        ):  # the listing's own, and what another thread closes meanwhile
+        # the listing's own, and what another thread closes meanwhile
+        with contextlib.suppress(OSError):
             status = os.fstat(number)
             found.add(
                 Descriptor(

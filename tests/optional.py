@@ -13,9 +13,8 @@ class Lazy:
         self._name = name
 
     def __getattr__(self, name):
-        if name.startswith(
-            ("__", "_mock")
-        ):  # pytest asks them of every global of a test file
+        # pytest asks them of every global of a test file
+        if name.startswith(("__", "_mock")):
             raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
 

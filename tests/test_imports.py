@@ -163,12 +163,13 @@ def violations(package):
     return found
 
 
+# of `ranks`: pure, so that it is simulated
 AGREEMENT = (
     "decision",
     "progress",
     "protocol",
     "reports",
-)  # of `ranks`: pure, so that it is simulated
+)
 
 
 def impurities(package):

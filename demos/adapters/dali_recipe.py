@@ -139,9 +139,8 @@ class _Pass:
                 return output.as_tensor()
             output = output.as_cpu()
         array = np.from_dlpack(output.as_tensor())[:rows]
-        return (
-            array if self._pipeline.exec_dynamic else array.copy()
-        )  # else DALI writes to its buffers again
+        # else DALI writes to its buffers again
+        return array if self._pipeline.exec_dynamic else array.copy()
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""

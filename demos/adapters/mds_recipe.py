@@ -278,9 +278,8 @@ def _closing(dataset: Any, lane: Any) -> Callable[[], None]:
     def close() -> None:
         """End the threads, remove shared memory and lock files, and release the directory; only once."""
         atexit.unregister(close)
-        if process != os.getpid() or not closing.acquire(
-            blocking=False
-        ):  # the parent's, or closed already
+        # the parent's, or closed already
+        if process != os.getpid() or not closing.acquire(blocking=False):
             return
         if hasattr(dataset, "_iterator"):
             dataset._iterator.non_blocking_exit()
@@ -302,9 +301,8 @@ def _closing(dataset: Any, lane: Any) -> Callable[[], None]:
         if lane is not None:
             lane.close()
 
-    atexit.register(
-        close
-    )  # after the library's own functions, so that it runs before them
+    # after the library's own functions, so that it runs before them
+    atexit.register(close)
     return close
 
 

@@ -160,9 +160,8 @@ class _Pass:
     def __iter__(self) -> Iterator[Any]:
         import torch
 
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # the generator is the user's: it is put back
+        # the generator is the user's: it is put back
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._key)
             items = iter(self._loader)
         # torch's handler would make Paddle's store fail ("Interrupted system call") when a worker ends.
@@ -212,9 +211,8 @@ def _check_ranks(loader: Any, share: ShardOptions) -> None:
                 }
                 fix = f"Pass {name}(rank=share.shard, {count_name}=share.num_shards)."
                 shares.check_share(has, share, f"torchdata: the {name}", fix)
-        if not isinstance(
-            found, IterableDataset
-        ):  # look at the samplers and nodes that it holds
+        # look at the samplers and nodes that it holds
+        if not isinstance(found, IterableDataset):
             held = list(vars(found).values())
             todo += held + [
                 item

@@ -56,9 +56,8 @@ def between_batches() -> Iterator[None]:
 
 def _end_in_child() -> None:
     global _reader_locks
-    _reader_locks = (
-        weakref.WeakKeyDictionary()
-    )  # the threads that hold the old ones are not here
+    # the threads that hold the old ones are not here
+    _reader_locks = weakref.WeakKeyDictionary()
     no_fork.release()
 
 

@@ -58,9 +58,8 @@ def connect_to_ray() -> None:
         return
     handler = signal.getsignal(signal.SIGTERM)
     ray.init(address="auto")
-    if (
-        threading.current_thread() is threading.main_thread()
-    ):  # Ray installs a handler of its own
+    # Ray installs a handler of its own
+    if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
 

@@ -61,9 +61,8 @@ def gather_valid(values: paddle.Tensor, valid: paddle.Tensor) -> paddle.Tensor:
             f"values must be alike on all data ranks, but differ in their {differences(of_ranks)}. Give one number for "
             "each row, or pad the rows to one length."
         )
-    if (
-        in_auto_dp_mode()
-    ):  # each data rank has rows of its own, though placements say `Replicate`
+    # each data rank has rows of its own, though placements say `Replicate`
+    if in_auto_dp_mode():
         mesh = valid.process_mesh
         axis = auto_dp_axis(mesh)
         placements = [
@@ -118,9 +117,8 @@ def _gather(tensor: Any) -> Any:
     if not tensor.is_dist():
         return tensor
     mesh = tensor.process_mesh
-    if (
-        len(mesh.process_ids) == 1
-    ):  # Paddle 3.0 asks for a launcher's variables even then
+    # Paddle 3.0 asks for a launcher's variables even then
+    if len(mesh.process_ids) == 1:
         return tensor._local_value()
     replicated = [dist.Replicate() for _ in tensor.placements]
     wider = _WIDER.get(tensor.dtype) if tensor.place.is_cpu_place() else None

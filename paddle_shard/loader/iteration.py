@@ -97,9 +97,8 @@ class ShardIterator:
         """
         progress = self._progress
         if progress.closed:
-            if (
-                self._failure
-            ):  # a loop that tries again would take it for the end of the epoch
+            # a loop that tries again would take it for the end of the epoch
+            if self._failure:
                 raise PaddleShardError(
                     f"this iterator has failed before ({self._failure}), and delivers no more. To go on behind the "
                     "batches that were delivered: loader.load_state_dict(loader.state_dict()), and iter(loader) again."

@@ -380,9 +380,8 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         attributes = self.__dict__
         given = attributes.get("_given")
         if given is not None and getattr(given, "consumed_samples", None) != 0:
-            attributes["_shown_class"] = type(
-                given
-            )  # also in later epochs, which begin at 0
+            # also in later epochs, which begin at 0
+            attributes["_shown_class"] = type(given)
         shown: type = attributes.get("_shown_class", type(self))
         return shown
 

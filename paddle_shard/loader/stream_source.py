@@ -233,9 +233,8 @@ def read_stream(
         split_over=row_layout.num_data_ranks if is_split else None,
     )
 
-    if (
-        order.known_steps(LoaderState()) == 0
-    ):  # also rejects lengths that the policy forbids
+    # also rejects lengths that the policy forbids
+    if order.known_steps(LoaderState()) == 0:
         raise ArgumentError(
             f"the stream has no batch: it is empty, or too short for tail={policy!r} and batches of {batch_size}. "
             "Check its path and filters, or use a smaller batch or tail='pad'."

@@ -314,9 +314,8 @@ def _origin(filename: str) -> str:
 
 def _function_name(code: CodeType) -> str:
     """Return the qualified name of a function, with its line if the name alone says too little."""
-    name = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[
-        2
-    ]  # Python >= 3.11 has the former
+    # Python >= 3.11 has the former
+    name = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[2]
     if "<" in name or name.startswith("__"):
         return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
     return str(name)

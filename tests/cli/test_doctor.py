@@ -38,9 +38,8 @@ def test_doctor_names_the_hosts_of_the_ranks(tmp_path):
         assert re.match(r"2 on 1 hosts: \S+", one["group"]["ranks"])
 
 
-@pytest.mark.parametrize(
-    "missing", [0, 2]
-)  # rank 0 has the store by which the others meet
+# rank 0 has the store by which the others meet
+@pytest.mark.parametrize("missing", [0, 2])
 def test_doctor_names_a_missing_rank_after_the_timeout(missing, tmp_path):
     args, begun = (
         [json.dumps({"all": ["--timeout", "5"], "does": {missing: "killed"}})],

@@ -100,10 +100,11 @@ KINDS = {
     "list": [[1, 2], (3, 4)],
     "object": [object(), slice(2)],
 }
+# other errors
 SHAPED = [
     {"number", "array", "array of no dims"},
     {"number", "array of text", "array of no dims"},
-]  # other errors
+]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from paddle_shard.core.randomness import NumpyGenerator, PythonGenerator, kept
 DRAWS = {
     "numpy": [
         lambda: np.random.rand(),
-        lambda: np.random.rand(
-            312
-        ),  # 624 words: back to the same place in the next table
+        # 624 words: back to the same place in the next table
+        lambda: np.random.rand(312),
         lambda: np.random.randn(),
         lambda: np.random.randint(5),
         lambda: np.random.shuffle([1, 2, 3]),

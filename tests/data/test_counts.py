@@ -358,9 +358,8 @@ def test_counts_of_a_tar_read_only_headers(tmp_path, monkeypatch):
             member = tarfile.TarInfo(f"{number}.bin")
             member.size = 10 << 20
             tar.addfile(member, io.BytesIO(bytes(10 << 20)))
-    monkeypatch.setattr(
-        tarfile.TarFile, "extractfile", None
-    )  # what would read contents
+    # what would read contents
+    monkeypatch.setattr(tarfile.TarFile, "extractfile", None)
     before = _bytes_read()
 
     entry = counts.count_file(str(path), tar_starts)

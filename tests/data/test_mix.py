@@ -100,9 +100,8 @@ def test_part_draws_from_the_same_part_of_each_source(mixture, data):
         if all(s for s, w in zip(says, weights, strict=True) if w)
         else None
     )
-    skip = data.draw(
-        st.integers(0, max(map(len, wanted)) + 9)
-    )  # a part that has ended is passed over
+    # a part that has ended is passed over
+    skip = data.draw(st.integers(0, max(map(len, wanted)) + 9))
     resumed = [
         list(islice(items, 999))
         for items in stage.open(opening(num_parts, skip=skip))

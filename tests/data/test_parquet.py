@@ -458,9 +458,8 @@ def test_parquet_names_the_extra_it_needs(tmp_path, monkeypatch):
 
     path = write(tmp_path / "a.parquet", {"id": [1]})
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(
-        needs("fsspec.registry")._registry, "s3", raising=False
-    )  # which another test has used
+    # which another test has used
+    monkeypatch.delitem(needs("fsspec.registry")._registry, "s3", raising=False)
     with pytest.raises(
         MissingDependencyError, match=r"s3fs.*paddle_shard\[sources\]"
     ):

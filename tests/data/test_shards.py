@@ -188,20 +188,22 @@ def test_uncounted_shards_fewer_than_parts_are_refused():
     [
         ([4, 6], [4, 5], 0, 1, "s1 has 6 samples, but its count says 5"),
         ([4, 5], [4, 6], 0, 1, "s1 has 5 samples, but its count says 6"),
+        # the part that begins before its end
         (
             [4, 5],
             [4, 12],
             2,
             4,
             "s1 has 5 samples, but its count says 12",
-        ),  # the part that begins before its end
+        ),
+        # and one that begins behind it
         (
             [4, 5],
             [4, 12],
             3,
             4,
             "s1 has at most 8 samples, but its count says 12",
-        ),  # and one that begins behind it
+        ),
     ],
 )
 def test_shard_that_does_not_have_its_count_is_an_error(

@@ -438,10 +438,11 @@ def test_stage_can_be_opened_at_every_position(number, step):
     # The stages take the sources by turns; any of both are in the law above.
     source = ("list", "function", "parts", "silent parts")[number % 4]
     asked = {"num_parts": 3, "stripe": 2, "seed": 1, "epoch": 2, "round": 1}
+    # also for stages that keep few samples
     for lengths, some in (
         ([7, 5, 0], 12),
         ([73, 60, 2], 1),
-    ):  # also for stages that keep few samples
+    ):
         straight = contents(
             chained(source, [step], [step], lengths), opening(**asked)
         )

@@ -262,9 +262,8 @@ def test_stream_that_splits_itself_must_ask_for_its_part(workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stream_that_splits_itself_may_ask_torch(workers, monkeypatch):
-    of_torch = ModuleType(
-        "torch.utils.data._utils.worker"
-    )  # tests/adapters/torchdata has the real one
+    # tests/adapters/torchdata has the real one
+    of_torch = ModuleType("torch.utils.data._utils.worker")
     of_torch._worker_info = None
     monkeypatch.setitem(sys.modules, of_torch.__name__, of_torch)
 

@@ -84,10 +84,11 @@ def test_opening_after_s_lines_equals_dropping_s(texts, counts):
         (b"\n", [""]),
         (b"a\n\nb", ["a", "", "b"]),
         (b"a\r\nb\r\n", ["a", "b"]),
+        # only \n ends a line, in counting as in reading
         (
             b"a\rb\x0c\xe2\x80\xa8c\n",
             ["a\rb\x0c\u2028c"],
-        ),  # only \n ends a line, in counting as in reading
+        ),
         (b"\xef\xbb\xbfa\n", ["a"]),
         (b"\xef\xbb\xbf", []),
         (b"\xef\xbb\xbf\n", [""]),
@@ -191,9 +192,8 @@ def test_damaged_table_is_an_error_that_names_file_and_row(
     with pytest.raises(ShardReadError, match=match) as caught:
         read_all(csv_source(path, counts=False))
     assert (caught.value.shard, caught.value.offset) == (str(path), offset)
-    when = (
-        "reading" if "fields" in match else "counting its samples"
-    )  # a row that may be skipped counts
+    # a row that may be skipped counts
+    when = "reading" if "fields" in match else "counting its samples"
     # Lines have no number if reading begins in the middle of a file.
     match = re.sub(r" \\\(line \d+\\\)", ".*", match)
     with pytest.raises(ShardReadError, match=rf"{when}.* failed: .*{match}"):

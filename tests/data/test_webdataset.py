@@ -171,9 +171,8 @@ def test_webdataset_opened_after_s_samples_drops_s(folder, index):
         ] == [part[skip:] for part in straight]
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # it leaves its files open
+# it leaves its files open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_webdataset_samples_are_those_of_the_library(folder):
     import webdataset
 

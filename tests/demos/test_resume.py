@@ -34,9 +34,8 @@ def run_demo(arguments, directory, name="resume.py"):
     try:
         text, _ = demo.communicate(timeout=DEADLINE)
     except subprocess.TimeoutExpired:
-        os.killpg(
-            demo.pid, signal.SIGTERM
-        )  # the demo and launch/local.py, which ends the ranks
+        # the demo and launch/local.py, which ends the ranks
+        os.killpg(demo.pid, signal.SIGTERM)
         text, _ = demo.communicate(timeout=30)
         pytest.fail(f"the demo had not ended after {DEADLINE} s:\n{text}")
     finally:

@@ -16,12 +16,13 @@ from two_stages import Stages
 R, S = dist.Replicate(), dist.Shard
 LAYOUTS = {  # meshes, and the placements of each stage's weight
     "docstring": ([[0, 1], [2, 3]], [[4, 5], [6, 7]], [R, S(1)], [R, S(0)]),
+    # ranks out of order too
     "partial gradient": (
         [[3, 1], [2, 0]],
         [[4, 5], [6, 7]],
         [R, R],
         [R, S(1)],
-    ),  # ranks out of order too
+    ),
     "data parallel": ([[1], [2]], [[3], [0]], [R, R], [R, R]),
 }
 BATCHES, BATCH = 4, 2

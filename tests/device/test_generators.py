@@ -135,9 +135,8 @@ def test_samples_are_read_on_the_cpu_and_the_users_device_stays():
         for on_main in (True, False)
     }
     assert places[True] == {"cpu"}
-    assert places[False] == {
-        DEVICE
-    }  # the place of all threads: another would be the training loop's, too
+    # the place of all threads: another would be the training loop's, too
+    assert places[False] == {DEVICE}
 
 
 @needs_two

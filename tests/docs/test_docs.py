@@ -63,10 +63,11 @@ def without_blocks(text):
 
 def code_in(page):
     text = without_blocks(page.read_text())
+    # test_migration.py runs what is this library's in their tables
     if page.name in (
         "from_paddle.md",
         "migration.md",
-    ):  # test_migration.py runs what is this library's in their tables
+    ):
         text = re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)
     return re.findall(r"`([^`\n]+)`", text)
 
@@ -175,11 +176,12 @@ def test_options_that_a_page_mentions_exist(page):
         "splits_itself",
         "num_workers",
     }
+    # what Checkpoints saves is named by the user
     known |= {
         "model",
         "optimizer",
         "data",
-    }  # what Checkpoints saves is named by the user
+    }
     known |= {
         "batch_sampler",
         "batch_size",

@@ -341,9 +341,8 @@ def test_checkpoints_taken_over_while_writing(where, monkeypatch):
     assert second.newest().endswith("000001-000001-step1")
     assert "000001-000002-step2" in os.listdir(where)
     second.save(2, extra={"by": 2})
-    assert "000001-000002-step2" not in os.listdir(
-        where
-    )  # what is half-written is cleaned up
+    # what is half-written is cleaned up
+    assert "000001-000002-step2" not in os.listdir(where)
 
 
 def test_checkpoints_frozen_run_deletes_nothing_of_a_later_one(
@@ -392,9 +391,8 @@ def killed_at(number, work):
     return False
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # what a killed process had open
+# what a killed process had open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_checkpoints_survive_a_kill_at_any_line_of_a_save(
     tmp_path, monkeypatch
 ):
@@ -412,9 +410,8 @@ def test_checkpoints_survive_a_kill_at_any_line_of_a_save(
         folder = tmp_path / str(number)
         shutil.copytree(base, folder)
         run = Checkpoints(folder)
-        tidy = (
-            number % 2 == 0
-        )  # a killed process does not reach `finally`; one that raises does
+        # a killed process does not reach `finally`; one that raises does
+        tidy = number % 2 == 0
         killed = killed_at(
             number, lambda run=run: run.save(3, extra={"step": 3})
         )
@@ -563,9 +560,8 @@ def test_checkpoints_random_histories(batch, tmp_path, monkeypatch):
                 late += [run] if run is not None else []
                 run, extra = Checkpoints(folder, keep=keep), {}
                 loaded = run.load(extra=extra)
-                whole = sorted(
-                    one for one in whole if Path(one[0]).exists()
-                )  # of `keep`, damaged ones may be some
+                # of `keep`, damaged ones may be some
+                whole = sorted(one for one in whole if Path(one[0]).exists())
                 assert (loaded, extra) == (
                     whole[-1][1:] if whole else (None, {})
                 ), f"seed {seed}, action {number}"

@@ -73,10 +73,11 @@ def loader_of(
     dataloader = DataLoader(
         dataset, batch_size=batch_size, num_workers=workers, **(settings or {})
     )
+    # rows tell who has read them, so those of replicas differ
     own = {
         "verify": None,
         **own,
-    }  # rows tell who has read them, so those of replicas differ
+    }
     return paddle_shard.shard_dataloader(
         dataloader, mesh, shard_dims="dp", **own
     )

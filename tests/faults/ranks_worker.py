@@ -95,9 +95,8 @@ def loses_a_worker(case):
     read, *_ = read_until(batches, steps=case["steps"], each=each(case))
     time.sleep(case["moment"])
     if dist.get_rank() in case["ranks"]:
-        for worker in sorted(children() - before)[
-            :1
-        ]:  # none where all has been read ahead
+        # none where all has been read ahead
+        for worker in sorted(children() - before)[:1]:
             os.kill(worker, signal.SIGKILL)
     more, _, failure, waited = read_until(batches, each=each(case))
     rest = loader_of(case["kind"], LENGTH, mesh=mesh())

@@ -78,9 +78,8 @@ def test_epoch_left_at_any_step_resumes_there(workers, rng):
         assert waited_for(lambda: children() - before, HANG) == set(), (
             f"{how} leaves workers"
         )
-        if (
-            how != "break"
-        ):  # a loop that is left has been given one more than it counted
+        # a loop that is left has been given one more than it counted
+        if how != "break":
             assert state["steps"] == steps
         elif steps == STEPS:  # it has come to its end
             assert (state["epoch"], state["steps"]) == (1, 0)

@@ -118,9 +118,8 @@ def read(loader, steps=None):
 def assert_whole(before, state, base, **how):
     """Going on from a state delivers what is missing, each sample exactly once."""
     loader = loader_over(base, **how)
-    loader.load_state_dict(
-        state, override=["stream"]
-    )  # files without counts are known by their sizes
+    # files without counts are known by their sizes
+    loader.load_state_dict(state, override=["stream"])
     after, failure = read(loader)
     assert failure is None, failure
     assert sorted(before + after) == list(range(TOTAL))
@@ -170,9 +169,8 @@ def test_damaged_byte_is_an_error_or_in_one_files_content(
     keys = [f"{number:04d}" for number in range(LENGTHS[0])]
     named = 0
     for _ in range(25):
-        at = rng.randrange(
-            10 if packed else 0, len(whole)
-        )  # of gzip's own header nothing is checked
+        # of gzip's own header nothing is checked
+        at = rng.randrange(10 if packed else 0, len(whole))
         content = bytearray(whole)
         content[at] ^= 1 << rng.randrange(8)
         path.write_bytes(content)
@@ -245,9 +243,8 @@ def test_server_that_drops_and_stalls_costs_no_sample(
         loader = loader_over(
             server.url, workers=workers, index=index, **drawn_options(rng)
         )
-        monkeypatch.setattr(
-            files, "PAUSES", (0.01,) * 12
-        )  # what befalls one file is drawn
+        # what befalls one file is drawn
+        monkeypatch.setattr(files, "PAUSES", (0.01,) * 12)
         found, failure = read(loader)
     assert failure is None, failure
     assert found == straight

@@ -94,19 +94,19 @@ def test_ranks_fail_together_at_one_step_and_lose_nothing(rng, tmp_path):
             continue
         step = len(read[0]) * RANKS // 8
         if case["what"] == "fails":
-            reader = (
-                case["number"] % 8 // 4
-            )  # who reads it, where data are read in parts
+            # who reads it, where data are read in parts
+            reader = case["number"] % 8 // 4
             happens = case["kind"] == "stream" or reader in case["ranks"]
             if not happens:
                 assert {one[0] for one in told} == {"NoneType"}
                 continue
             assert {one[0] for one in told} == {"DataReadError"}, (case, told)
             assert all("no disk" in one[5] for one in told)
+            # else its first step of those that it reads ahead
             if case["kind"] != "stream" or case["ranks"] == [
                 0,
                 1,
-            ]:  # else its first step of those that it reads ahead
+            ]:
                 assert step == case["number"] // 8
             assert len({json.dumps(one[1]) for one in told}) == 1, (
                 "the same sample is named"
@@ -222,9 +222,8 @@ def test_sigterm_to_any_rank_stops_all_at_the_same_step(
         "options": options(rng),
         "evaluates": evaluates,
     }
-    case["length"] = rng.choice(
-        [16, 64, LENGTH]
-    )  # passes so short that the signal often comes between two
+    # passes so short that the signal often comes between two
+    case["length"] = rng.choice([16, 64, LENGTH])
     with ranks(tmp_path, "stop", case) as job:
         deadline = time.monotonic() + HANG
         while not all(
@@ -238,9 +237,8 @@ def test_sigterm_to_any_rank_stops_all_at_the_same_step(
         )
         for rank in chosen:
             for child in children(job.pids[rank]) if "workers" in to else ():
-                with contextlib.suppress(
-                    ProcessLookupError
-                ):  # its epoch has just ended
+                # its epoch has just ended
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGTERM)
             job.send(rank, signal.SIGTERM)
         one, two = job.reports(range(RANKS), HANG)

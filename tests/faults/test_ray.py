@@ -18,9 +18,8 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = (
-    ROOT / ".venv-ray" / "bin" / "python"
-)  # of `make test-adapters ADAPTERS=ray`
+# of `make test-adapters ADAPTERS=ray`
+ENVIRONMENT = ROOT / ".venv-ray" / "bin" / "python"
 
 
 def test_ray_actors_killed_at_random_change_no_byte(rng, tmp_path):

@@ -130,10 +130,11 @@ def test_state_changed_at_any_depth_is_refused_before_reading(kind, rng):
     state, rest = json.loads(json.dumps(loader.state_dict())), numbers(batches)
     other = make()
     for way in places_in(state):
+        # the one has its own message; the other is the sampler's
         if way[0] in (
             "version",
             "sampler",
-        ):  # the one has its own message; the other is the sampler's
+        ):
             continue
         for junk in (*JUNK, 0, 3, 2**63, 10**40, "", {}, [], float("nan")):
             changed = copy.deepcopy(state)

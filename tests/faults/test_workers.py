@@ -112,9 +112,8 @@ def test_worker_killed_while_it_writes_a_long_message_is_named(rng):
         paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp")
     )
     victim = int(rows(next(batches)[0])[0, 1])
-    time.sleep(
-        rng.uniform(0.05, 0.4)
-    )  # the queue is full, and the worker in the middle of its next message
+    # the queue is full, and the worker in the middle of its next message
+    time.sleep(rng.uniform(0.05, 0.4))
     kill(victim)
     start = time.monotonic()
     with pytest.raises(DataReadError, match=r"exit code -9"):
@@ -195,9 +194,8 @@ def test_worker_exception_names_its_sample_and_loses_nothing(rng):
         read, _, failure, waited = read_until(iter(loader))
 
         assert isinstance(failure, DataReadError), (kind, workers, bad, failure)
-        in_generator = (
-            kind != "map" and error is StopIteration
-        )  # Python makes it a RuntimeError
+        # Python makes it a RuntimeError
+        in_generator = kind != "map" and error is StopIteration
         assert failure.cause_type == (
             "RuntimeError" if in_generator else error.__name__
         )

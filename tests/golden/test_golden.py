@@ -40,9 +40,8 @@ def test_golden_orders_are_unchanged(name, tmp_path):
 def test_golden_states_resume_with_the_next_sample(name, version, tmp_path):
     def rest():
         loader = loader_of(name, tmp_path)
-        loader.load_state_dict(
-            STATES[version][name], override=["data"]
-        )  # the files are written again
+        # the files are written again
+        loader.load_state_dict(STATES[version][name], override=["data"])
         return delivered(iter(loader))
 
     for rank, found in on_each_rank([0, 1], rest).items():

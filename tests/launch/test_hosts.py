@@ -136,10 +136,11 @@ def test_two_hosts_train_as_one_process_would(
     [
         ({"MASTER": ""}, "MASTER is not set"),
         ({"MASTER": "192.0.2.1"}, "MASTER must be ip:port, got '192.0.2.1'"),
+        # the others' localhost is theirs
         (
             {"MASTER": "localhost:6170"},
             "'localhost' means 127.0.0.1 on this host",
-        ),  # the others' localhost is theirs
+        ),
         ({"NNODES": "0"}, "NNODES must be at least 1"),
         ({"RANK": "2"}, "RANK must be 0 .. 1, got '2'"),
         ({"RANK": "-1"}, "RANK must be 0 .. 1, got '-1'"),

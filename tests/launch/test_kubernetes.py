@@ -24,9 +24,8 @@ RESOURCE_FIELDS = {"replicas", "requests", "limits", "template"}
 def job(request):
     yaml = pytest.importorskip("yaml")
     text = MANIFEST.read_text()
-    if (
-        request.param == "gpu"
-    ):  # what the comment says: replace image, args and resources
+    # what the comment says: replace image, args and resources
+    if request.param == "gpu":
         start, end = (
             text.index("            # image:"),
             text.index("            volumeMounts:"),

@@ -31,10 +31,11 @@ esac""",
         # GPUS is ours to set
         ({"NPROC": "3", "GPUS": "0"}, "--nproc_per_node 3 "),
         ({"SLURM_GPUS_ON_NODE": "0"}, "--nproc_per_node 2 "),
+        # the launcher counts what Slurm shows it
         (
             {"SLURM_GPUS_ON_NODE": "8", "NPROC": "3"},
             "",
-        ),  # the launcher counts what Slurm shows it
+        ),
     ],
 )
 def test_slurm_starts_a_launcher_on_each_node(
@@ -44,9 +45,8 @@ def test_slurm_starts_a_launcher_on_each_node(
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "train.py").touch()
-    copy = shutil.copy(
-        LAUNCH / "slurm.sbatch", tmp_path / "slurm_script"
-    )  # as Slurm does
+    # as Slurm does
+    copy = shutil.copy(LAUNCH / "slurm.sbatch", tmp_path / "slurm_script")
 
     commands.start(
         "job",

@@ -59,13 +59,14 @@ def test_schedule_counts_rows_as_the_dataloader_does():
     loader = make(mesh([0, 1]), batch_size=[(0, 4), (16, 6)], accumulation=2)
 
     assert (loader.batch_size, len(loader)) == (2, 5)
+    # of data rank 0; of the last 10, in two parts
     assert [len(rows) for rows in real(iter(loader))] == [
         4,
         4,
         6,
         6,
         6,
-    ]  # of data rank 0; of the last 10, in two parts
+    ]
     place = loader.where(sample=7, epoch=0)
     rows = on_each_rank(
         range(2),

@@ -85,10 +85,11 @@ def test_middle_stage_reads_at_most_a_row_a_step():
         return len(seen(loader)), data.reads
 
     [(steps, read)] = on_each_rank([MIDDLE], reads).values()
+    # and two samples twice, for the identity of the data
     assert (steps, read <= steps + 4) == (
         5,
         True,
-    )  # and two samples twice, for the identity of the data
+    )
 
 
 def test_middle_stage_of_a_stream_makes_the_same_steps():

@@ -203,9 +203,8 @@ def test_users_sampler_is_kept_and_shared_by_all_ranks(make_sampler, workers):
         )
         return [a + b for a, b in zip(per_rank[0], per_rank[1], strict=True)]
 
-    np.random.seed(
-        1
-    )  # ranks draw from their own generators; the order must not depend on them
+    # ranks draw from their own generators; the order must not depend on them
+    np.random.seed(1)
     first = joined()
     np.random.seed(2)
 

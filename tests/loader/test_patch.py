@@ -99,10 +99,11 @@ OTHERS = {
             {"num_batches": 3},
             {"prefetch": 2, "tail": "fill"},
         ),
+        # of which a set can hold none
         *(
             {"pad_to": {"x": ("short", 0)}},
             {"balance": [1, 2]},
-        ),  # of which a set can hold none
+        ),
     ],
 )
 def test_patch_options_are_defaults_that_break_no_loader(kind, options):

@@ -62,9 +62,8 @@ def sharded(dataset, *, size=4, workers=0, shuffle=True, **options):
 
 
 def rows(tensor):
-    return (
-        tensor._local_value().numpy().tolist()
-    )  # in Paddle 3.0 a distributed tensor's own is a collective
+    # in Paddle 3.0 a distributed tensor's own is a collective
+    return tensor._local_value().numpy().tolist()
 
 
 def threads():
@@ -175,9 +174,8 @@ class OneMemory(Rows):
         paddle.assign(self.array, self.tensor)
         return self.array, self.tensor
 
-    def __getitem__(
-        self, index
-    ):  # a few samples are read again, for ranks to compare them
+    # a few samples are read again, for ranks to compare them
+    def __getitem__(self, index):
         array, tensor = self.__getitems__([index])
         return array[0], tensor[0]
 
@@ -364,9 +362,8 @@ def test_closing_during_a_long_read_does_not_wait_for_it():
 
     class Hangs(Rows):
         def __getitem__(self, index):
-            if (
-                len(self.read) >= 12
-            ):  # two samples are read twice for the data's identity
+            # two samples are read twice for the data's identity
+            if len(self.read) >= 12:
                 reached.set()
                 released.wait(HANG)
             return super().__getitem__(index)

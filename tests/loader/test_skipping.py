@@ -273,9 +273,8 @@ def drawn_chain(rng, length):
     """(what is done to a stream, the same to the list of a part) for some stages; few rows are odd."""
 
     def some():
-        first = (
-            set(range(8)) if rng.random() < 0.3 else set()
-        )  # nothing readable at the beginning of any part
+        # nothing readable at the beginning of any part
+        first = set(range(8)) if rng.random() < 0.3 else set()
         return first | set(
             rng.sample(range(length), rng.randint(0, length // 6))
         )
@@ -377,9 +376,8 @@ def by_oracle(steps, length, num_parts, batch_size):
     ]
 
 
-@pytest.mark.parametrize(
-    "trial", [*range(16), 248]
-)  # one in which a rank can read none of its samples
+# one in which a rank can read none of its samples
+@pytest.mark.parametrize("trial", [*range(16), 248])
 def test_skipping_makes_what_fails_an_invalid_row_in_its_place(trial, caplog):
     rng, length = random.Random(trial), 96
     steps, num_parts = drawn_chain(rng, length), rng.choice([4, 8])
@@ -566,9 +564,8 @@ def test_bad_samples_of_a_stream_are_the_same_for_any_ranks(
 
     for ranks in (1, 2 + 2 * (0 in bad), 8):
         first = bad & set(range(8))
-        if (
-            stream == "read once" and ranks == 8 and first
-        ):  # a rank has one row, and cannot begin the stream again
+        # a rank has one row, and cannot begin the stream again
+        if stream == "read once" and ranks == 8 and first:
             with pytest.raises(DataReadError, match="can be read only once"):
                 on_each_rank(first, lambda: rank(8))
             continue
@@ -704,9 +701,8 @@ class ImagesAtOnce(Images):
 @pytest.mark.parametrize(
     "dataset", [Images(), ImagesAtOnce()], ids=["", "at once"]
 )
-@pytest.mark.parametrize(
-    "odd", sorted(set(IMAGES) - {11})
-)  # None and an array are a list, as without skipping
+# None and an array are a list, as without skipping
+@pytest.mark.parametrize("odd", sorted(set(IMAGES) - {11}))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_skipping_does_not_hide_a_sample_that_does_not_fit(
     dataset, odd, ranks, monkeypatch

@@ -140,9 +140,8 @@ def test_stop_requested_is_true_at_one_step_on_simulated_ranks(
             for rank in rng.sample(names, rng.randint(1, len(names)))
         }
         clock, heard_at, known_at = 0, None, [None] * len(names)
-        for number in range(
-            12
-        ):  # passes of two loaders, some of which are left before their end
+        # passes of two loaders, some of which are left before their end
+        for number in range(12):
             length, leaves = rng.randint(0, 6), rng.choice([None, None, 2])
             notes = [StepMessages(rank.setups[number % 2]) for rank in ranks]
             said = [[] for _ in names]
@@ -150,9 +149,8 @@ def test_stop_requested_is_true_at_one_step_on_simulated_ranks(
                 length if leaves is None else min(leaves, length)
             ):
                 for me, rank in enumerate(ranks):
-                    ahead = min(
-                        length, step + rng.randint(1, 4)
-                    )  # at least this step is announced
+                    # at least this step is announced
+                    ahead = min(length, step + rng.randint(1, 4))
                     while len(said[me]) < ahead:
                         clock += 1
                         if moments.get(me, clock) < clock and not rank.heard:

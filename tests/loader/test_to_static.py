@@ -108,9 +108,8 @@ def test_describing_reads_one_batch():
 
     static_model(loader)
 
-    assert (
-        loader.dataset.reads == 4 + 4
-    )  # and two samples twice, for the data's identity
+    # and two samples twice, for the data's identity
+    assert loader.dataset.reads == 4 + 4
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,8 @@ def threads(kind, draws, **options):
         loader, MESH, shard_dims="dp", prefetch=2, **options
     ):
         time.sleep(2e-3)  # a loop that only takes batches reads them by itself
-    return sorted(
-        set(data.readers[len(data.readers) // 2 :])
-    )  # the first batches show whether it draws
+    # the first batches show whether it draws
+    return sorted(set(data.readers[len(data.readers) // 2 :]))
 
 
 cases = {

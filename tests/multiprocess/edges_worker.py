@@ -407,9 +407,8 @@ def different_data():
     for seeded in (False, True):
 
         def generator(seeded=seeded):
-            return np.random.default_rng(
-                7 if seeded else 100 + RANK
-            )  # by chance two would begin with the same sample
+            # by chance two would begin with the same sample
+            return np.random.default_rng(7 if seeded else 100 + RANK)
 
         length = 64 if seeded else 64 - 24 * RANK
         made = {

@@ -63,9 +63,8 @@ def model_and_optimizer(mesh):
     with paddle.utils.unique_name.guard(f"net{len(made)}_"):
         model = Net()
     made.append(model)
-    dist.shard_layer(
-        model, mesh
-    )  # it replaces the parameters, so the optimizer comes after it
+    # it replaces the parameters, so the optimizer comes after it
+    dist.shard_layer(model, mesh)
     return model, paddle.optimizer.AdamW(0.05, parameters=model.parameters())
 
 

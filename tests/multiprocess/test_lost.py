@@ -149,10 +149,11 @@ def test_ranks_that_paddle_spawns_meet(tmp_path):
             },
             ("10.0.0.1", 5),
         ),
+        # all that spawn sets
         (
             {"PADDLE_TRAINER_ENDPOINTS": "10.0.0.2:6,10.0.0.2:7"},
             ("10.0.0.2", 6),
-        ),  # all that spawn sets
+        ),
         # What Paddle reads, but not for its store.
         (
             {

@@ -29,9 +29,8 @@ def test_step_messages_share_row_shapes_and_skipped_rows(
             "[0]: float32[3] on global rank 0, float32[5] on global rank 1"
             in error
         ), case
-        assert masks[1] == [4.0, None, None, None], (
-            case
-        )  # 5 for both, 6 for one, 7 for the other
+        # 5 for both, 6 for one, 7 for the other
+        assert masks[1] == [4.0, None, None, None], case
         assert [masks[0], *masks[2:]] == [
             [4.0 * k + r for r in range(4)] for k in (0, 2, 3)
         ], case

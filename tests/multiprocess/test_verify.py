@@ -56,18 +56,20 @@ def test_verify_is_silent_if_nothing_differs_or_is_compared(
         ),
         ("first, workers", 0, "step 0: global ranks 2 and 3 "),
         ("later, every second", 2, "step 2: global ranks 2 and 3 "),
+        # one of the two that identify it
         (
             "later, every step",
             0,
             "the ranks hold different data. sample ",
-        ),  # one of the two that identify it
+        ),
         ("noise", 0, "step 0: global ranks 0 and 1 "),
         ("stream", 0, "step 0: global ranks 2 and 3 "),
+        # the comparison of streams that all read may come first
         (
             "whole",
             0,
             "have read",
-        ),  # the comparison of streams that all read may come first
+        ),
         ("mixture", 0, "the ranks hold different data. sample ('web', "),
         ("mixed, text", 0, "digests: ['text']: "),
         ("mixed, number", 0, "digests: ['number']: "),

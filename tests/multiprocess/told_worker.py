@@ -310,9 +310,8 @@ if __name__ == "__main__":
         else:
             found = after_a_failure(how, victim)
         report(found)
-        deadline = (
-            time.monotonic() + HANG / 4
-        )  # another may still be on its way to this rank
+        # another may still be on its way to this rank
+        deadline = time.monotonic() + HANG / 4
         while (
             len([*FOLDER.glob("rank-*.json")]) < dist.get_world_size() - 1
             and time.monotonic() < deadline

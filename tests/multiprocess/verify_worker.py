@@ -187,9 +187,8 @@ def own_part(**options):
 
 def outcomes():
     other = RANK == 3
-    mine = (
-        (9, 13) if other else ()
-    )  # of the batch at step 1; rank 3 holds its second half
+    # of the batch at step 1; rank 3 holds its second half
+    mine = (9, 13) if other else ()
     third = (21, 22) if other else ()
     first = (4, 6) if other else ()
     made = {

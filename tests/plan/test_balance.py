@@ -46,9 +46,8 @@ def test_assign_rows_assigns_each_once_and_never_worse(
     of_ranks = dealt.reshape(ranks, each)
     assert (np.diff(of_ranks, axis=1) > 0).all()
     undealt = heaviest(costs, np.arange(ranks * each).reshape(ranks, each))
-    assert (
-        heaviest(costs, of_ranks) <= undealt + 1e-5
-    )  # costs are rounded to 2^-24 of the largest
+    # costs are rounded to 2^-24 of the largest
+    assert heaviest(costs, of_ranks) <= undealt + 1e-5
     assert assign_rows(costs * 0.5, ranks).tolist() == dealt.tolist(), (
         "costs have no unit"
     )
@@ -61,10 +60,11 @@ def test_assign_rows_to_two_ranks_is_near_the_best(rows):
     costs[: len(rows)] += 1
     best = min(heaviest(costs, way) for way in halves(len(costs)))
 
+    # Graham's bound for two
     assert (
         heaviest(costs, assign_rows(costs, 2).reshape(2, -1))
         <= 7 / 6 * best + 1e-5
-    )  # Graham's bound for two
+    )
 
 
 def test_assign_rows_balances_documents_over_8_ranks():

@@ -35,9 +35,8 @@ def batches_of(segments, at, end):
 
 
 @settings(max_examples=trials(300))
-@example(
-    schedule=((0, 8), (25, 4), (26, 8)), length=50, epochs=1
-)  # two entries inside one batch
+# two entries inside one batch
+@example(schedule=((0, 8), (25, 4), (26, 8)), length=50, epochs=1)
 @given(schedule=schedules, length=st.integers(1, 80), epochs=st.integers(1, 4))
 def test_batch_sizes_are_those_due_when_a_batch_begins(
     schedule, length, epochs

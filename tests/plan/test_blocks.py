@@ -39,15 +39,12 @@ def num_parts(n, blocks, width):
     epoch=st.integers(0, 5),
     data=st.data(),
 )
-@example(
-    n=7, blocks=Blocks(size=10, window=3), width=4, epoch=0, data=None
-)  # less than a block
-@example(
-    n=40, blocks=Blocks(size=1, window=1), width=8, epoch=0, data=None
-)  # nothing to keep together
-@example(
-    n=41, blocks=Blocks(size=40, window=1), width=64, epoch=0, data=None
-)  # a block of one, no whole row
+# less than a block
+@example(n=7, blocks=Blocks(size=10, window=3), width=4, epoch=0, data=None)
+# nothing to keep together
+@example(n=40, blocks=Blocks(size=1, window=1), width=8, epoch=0, data=None)
+# a block of one, no whole row
+@example(n=41, blocks=Blocks(size=40, window=1), width=64, epoch=0, data=None)
 @example(
     n=300,
     blocks=Blocks(size=10**18, window=10**18),

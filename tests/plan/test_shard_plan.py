@@ -44,9 +44,10 @@ def global_batch(plan, epoch, step):
 
 
 @given(plans, st.integers(0, 3))
+# Paddle repeats sample 0
 @example(
     {"num_samples": 7, "batch_size": 4, "num_data_ranks": 2, "tail": "drop"}, 0
-)  # Paddle repeats sample 0
+)
 @example(
     {
         "num_samples": 1,

@@ -72,9 +72,8 @@ def test_integer_weights_are_rounded_by_less_than_a_part(weights):
         for part, share in zip(found, exact, strict=True)
     )
     assert sum(found) <= MAX_PERIOD
-    raised = sum(
-        0 < share < Fraction(1, MAX_PERIOD) for share in exact
-    )  # they are drawn once in a period
+    # they are drawn once in a period
+    raised = sum(0 < share < Fraction(1, MAX_PERIOD) for share in exact)
     assert off < Fraction(1 + raised, MAX_PERIOD)
     assert all(
         (part > 0) == (weight > 0)

@@ -131,9 +131,8 @@ def test_training_waits_for_no_one_in_steady_state(monkeypatch):
 
     def num_waits():
         waits.clear()
-        coordinators = pair(
-            size=4, delay=1e-3
-        )  # as slow as a round over a busy network
+        # as slow as a round over a busy network
+        coordinators = pair(size=4, delay=1e-3)
         together(*(lambda c=c: run(c) for c in coordinators))
         return sum(step >= 10 for step in waits)
 
@@ -240,9 +239,10 @@ def test_passes_that_overlap_are_kept_apart(seed):
                 while agreement.progress.step < agreement.wanted(steps[i]):
                     at_end = agreement.progress.step == ends[i][rank]
                     agreement.announce(END) if at_end else agreement.announce()
+            # no rank knows another's order
             for i in rng.sample(
                 [i for i in range(2) if not over[i]], 2 - sum(over)
-            ):  # no rank knows another's order
+            ):
                 over[i] = not passes[i].deliver(steps[i])
                 steps[i] += not over[i]
         return steps

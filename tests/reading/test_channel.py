@@ -116,11 +116,12 @@ def is_message(found, number, sizes):
 def test_channel_delivers_messages_of_any_size_in_order(num_slots, data):
     asking, answering = pair(num_slots)
     try:
+        # sizes of the arrays of each request, of each answer; answers
         asked, answered, taken = (
             [],
             [],
             [],
-        )  # sizes of the arrays of each request, of each answer; answers
+        )
         for _ in range(data.draw(st.integers(1, 25))):
             may = []
             if len(asked) - len(taken) < num_slots:
@@ -313,9 +314,8 @@ def test_end_is_known_when_all_was_received(channels, size, unread):
     left, staying = channels(4)
     for number in range(3):
         left.send(message_of(number, [size]))
-    for number in range(
-        unread
-    ):  # which makes the end another one to the operating system
+    # which makes the end another one to the operating system
+    for number in range(unread):
         staying.send(message_of(number, [1]))
     left.close()
 

@@ -45,9 +45,8 @@ from tests.trials import trials
 GENERATORS = (NumpyGenerator(), PythonGenerator())
 HOW, DRAWS = HowToRead(generators=()), HowToRead(generators=GENERATORS)
 MISSING = "missing"
-STEP = Step(
-    epoch=0, number=0, num_rows=0, micro_size=0, num_positions=0
-)  # readers are told what they read by its parts
+# readers are told what they read by its parts
+STEP = Step(epoch=0, number=0, num_rows=0, micro_size=0, num_positions=0)
 WORKERS = range(6)
 
 
@@ -239,11 +238,12 @@ def put_together(plan, of_ranks):
                 for place in places:
                     rows[place] = MISSING
                 continue
+            # None: all
             real_rows = (
                 [True] * len(places)
                 if one.is_padding is None
                 else (~one.is_padding).tolist()
-            )  # None: all
+            )
             assert (
                 len(real_rows)
                 == len(one.value["x"])
@@ -550,9 +550,8 @@ def test_chunk_reader_serves_passes_that_begin_anywhere():
         )
 
     first = epoch(1, 0)
-    served(
-        None, plan, 1, 2, turns, readers=readers, number=2, epoch=0, upto=4
-    )  # left in the middle
+    # left in the middle
+    served(None, plan, 1, 2, turns, readers=readers, number=2, epoch=0, upto=4)
     assert epoch(3, 0) == first
     second = epoch(4, 1)
     assert epoch(5, 0, start=5) == first[5:]
@@ -1238,9 +1237,8 @@ def test_whole_items_repeat_in_order_with_any_workers(workers):
 
 
 def test_whole_item_that_fails_is_named_by_worker():
-    stage = Map(
-        Stripe(IterableSource(range(20))), raising(7, Broken())
-    )  # item 1 * 4 + 3
+    # item 1 * 4 + 3
+    stage = Map(Stripe(IterableSource(range(20))), raising(7, Broken()))
     asked = ChunkRequest(
         iterator_number=0,
         opening=Opening(parts=(3,), num_parts=4),

@@ -57,10 +57,11 @@ def failure(loader, within=HANG):
             got.append(next(batches)._local_value().numpy().tolist())
         except Exception as error:
             assert time.monotonic() - start < within
+            # is no end
             with pytest.raises(
                 PaddleShardError,
                 match="has failed before .*, and delivers no more",
-            ):  # is no end
+            ):
                 next(batches)
             return got, error
 
@@ -95,10 +96,11 @@ def test_exception_of_any_kind_is_raised_amid_an_epoch(workers, error):
     def fail():
         raise error("this one")
 
+    # they leave the loop, as they are
     if not workers and error in (
         SystemExit,
         GeneratorExit,
-    ):  # they leave the loop, as they are
+    ):
         with pytest.raises(error, match="this one"):
             list(sharded(Fails(fail), workers))
         return
@@ -241,9 +243,8 @@ def test_worker_error_does_not_swallow_the_batches_before():
 def children():
     pids = []
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(
-            FileNotFoundError, ProcessLookupError
-        ):  # the thread has just ended
+        # the thread has just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             pids += (task / "children").read_text().split()
     return {int(pid) for pid in pids}
 

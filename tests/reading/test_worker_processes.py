@@ -63,9 +63,8 @@ def sharded(dataset, workers=2, batch_size=8, **settings):
         for name in ("num_batches", "tail", "prefetch")
         if name in settings
     }
-    if isinstance(
-        dataset, WhoReads
-    ):  # what all workers read is the same; what each makes of it need not be
+    # what all workers read is the same; what each makes of it need not be
+    if isinstance(dataset, WhoReads):
         dataset = Stream.of(dataset).map(
             lambda number: np.array([number, os.getpid()])
         )
@@ -419,9 +418,8 @@ def test_workers_that_persist_serve_after_a_handler_raised(error, after):
     before = signal.signal(signal.SIGALRM, stop)
     try:
         batches = iter(loader)
-        with pytest.raises(
-            (error, DataReadError), match="stop"
-        ):  # an exception counts as the read's that it meets
+        # an exception counts as the read's that it meets
+        with pytest.raises((error, DataReadError), match="stop"):
             signal.setitimer(signal.ITIMER_REAL, after)
             for _ in batches:
                 pass

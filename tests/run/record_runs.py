@@ -87,9 +87,8 @@ def asked(*arguments, code=0):
     """What `paddle-shard` prints; as JSON if that is asked for."""
     as_json = "--json" in arguments
     printed, found = io.StringIO(), None
-    errors = (
-        io.StringIO() if as_json else printed
-    )  # how far a command is, is not part of what a program reads
+    # how far a command is, is not part of what a program reads
+    errors = io.StringIO() if as_json else printed
     with (
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(errors),

@@ -405,9 +405,8 @@ class Job:
             not own or ended
         ):  # a plan's end is known ahead; a sampler's has to be seen
             assert not (once and complete), (str(told), got)
-        if (
-            self.kind != "blocks" and not own and self.tail != "drop"
-        ):  # whose order is that of the first batch size
+        # whose order is that of the first batch size
+        if self.kind != "blocks" and not own and self.tail != "drop":
             assert (told.missed, told.repeated) == (
                 left,
                 sum(got.values()) - len(got),

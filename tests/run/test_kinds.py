@@ -145,12 +145,13 @@ def test_epoch_that_went_on_in_another_order_is_not_proved(
     if stop == 3:
         assert "epoch 0: NOT each of 40 samples exactly once: in" in said
         assert "some samples were missed and as many repeated" in said
+        # not of samples
         assert (
             asked("verify", record, "--json", code=1)["epochs"][0][
                 "repeated_positions"
             ]
             == 0
-        )  # not of samples
+        )
     else:
         assert "epoch 0: each of 40 samples exactly once" in said
 

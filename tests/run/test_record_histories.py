@@ -218,11 +218,12 @@ def test_record_tells_what_each_rank_was_given(
         for leg in run.deliveries
         for step in range(leg.start.steps, leg.steps)
     ]
+    # else left out
     ours = [
         one
         for one in ours
         if any(row is not None for of_rank in one[2] for row in of_rank)
-    ]  # else left out
+    ]
     assert ours == [tuple(one) for _, *one in delivered]
     wanted = Counter(
         (epoch, one)
@@ -234,9 +235,10 @@ def test_record_tells_what_each_rank_was_given(
 
     for epoch in run.epochs:
         proof = proof_of(run, epoch)
+        # all could be, and were
         assert not [
             problem for problem in proof["problems"] if "read" in problem
-        ]  # all could be, and were
+        ]
         of_epoch = {
             one: count for (of, one), count in wanted.items() if of == epoch
         }

@@ -88,10 +88,11 @@ class Walk(Counts):
         self.at, self.round = 0, self.round + 1
 
     def state_dict(self):
+        # the object that it goes on to change
         self.state = {
             "at": self.at,
             "round": self.round,
-        }  # the object that it goes on to change
+        }
         return self.state
 
     def load_state_dict(self, state):
@@ -258,9 +259,8 @@ def test_index_sampler_may_change_its_batch_size(drop_last):
     got = [i for _ in range(3) for i in content(next(batches))[0]]
     again = loader(4)
     again.load_state_dict(first.state_dict())
-    whole = (
-        3 * 6 + 82 // 4 * 4 if drop_last else 100
-    )  # what is left is cut anew, not what the other size left of it
+    # what is left is cut anew, not what the other size left of it
+    whole = 3 * 6 + 82 // 4 * 4 if drop_last else 100
 
     assert (
         got + [i for batch in rest(again) for i in batch[0]] == indices[:whole]

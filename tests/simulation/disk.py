@@ -432,9 +432,8 @@ class World:
                 self.say(f"{actor}: {call} {name}: {act.error}")
                 actor.job.num_faults += 1
                 if name == RECORD:
-                    actor.budget = max(
-                        actor.budget, 1
-                    )  # it takes the line off before it can be killed
+                    # it takes the line off before it can be killed
+                    actor.budget = max(actor.budget, 1)
                 raise OSError(
                     getattr(errno, act.error.split()[0]), act.error, name
                 )
@@ -655,9 +654,8 @@ class World:
             return False
         except CheckpointError as error:
             self.say(f"{actor}: save raises {error!r}")
-            is_left = any(
-                other.is_done for other in job.actors
-            )  # by others, who have cleaned up behind it
+            # by others, who have cleaned up behind it
+            is_left = any(other.is_done for other in job.actors)
             if (
                 job.num_faults == job.at_save[token][1]
                 and not is_left

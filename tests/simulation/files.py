@@ -49,9 +49,8 @@ class File:
             ]
             content = applied(self.synced, kept)
             if len(content) < len(self.content) and rng.random() < rng.odds / 2:
-                content += bytes(
-                    len(self.content) - len(content)
-                )  # its size was written, and not what is in it
+                # its size was written, and not what is in it
+                content += bytes(len(self.content) - len(content))
             known[self] = File(content)
         return known[self]
 

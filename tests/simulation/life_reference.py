@@ -356,9 +356,8 @@ class Life:
     # epoch -> Counter of positions
     delivered: dict = field(default_factory=dict)
     lost: dict = field(default_factory=dict)
-    partial: set = field(
-        default_factory=set
-    )  # epochs of which a rank knows its own deliveries
+    # epochs of which a rank knows its own deliveries
+    partial: set = field(default_factory=set)
     unknown: set = field(default_factory=set)  # of which deliveries are lost
     num_passes: int = 0
 

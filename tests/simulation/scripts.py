@@ -25,19 +25,15 @@ class Script:
     break_at: int | None = None  # all ranks leave before this step
     must_agree: bool = False
     noisy: float = 0.0  # how often a rank has a note
-    leaders: dict = field(
-        default_factory=dict
-    )  # rank -> rank that reads for it, until that one leaves
-    differs: dict = field(
-        default_factory=dict
-    )  # rank -> first step at which it has read other data than the rest
+    # rank -> rank that reads for it, until that one leaves
+    leaders: dict = field(default_factory=dict)
+    # rank -> first step at which it has read other data than the rest
+    differs: dict = field(default_factory=dict)
     same_data: bool = False
-    leaves: dict = field(
-        default_factory=dict
-    )  # rank -> step before which it alone leaves
-    labels: dict = field(
-        default_factory=dict
-    )  # rank -> what it iterates over, if that is not the same
+    # rank -> step before which it alone leaves
+    leaves: dict = field(default_factory=dict)
+    # rank -> what it iterates over, if that is not the same
+    labels: dict = field(default_factory=dict)
 
 
 def note_of(rank, step, script):

@@ -197,9 +197,8 @@ def other_groups():
         use_other_group()
         model = to_static(DP)
         model.train()
-        replicas = to_static(
-            DP_MP
-        )  # its weights are not split: it communicates along dp only
+        # its weights are not split: it communicates along dp only
+        replicas = to_static(DP_MP)
         replicas.train()
         return {
             "dynamic": dynamic(DP),
@@ -212,9 +211,8 @@ def other_groups():
 def two_groups():
     with cpu_static():
         refused = refusal(to_static(DP_MP, shard_mp=True))
-        model = to_static(
-            DP
-        )  # a program that is fine is not held back by the one before
+        # a program that is fine is not held back by the one before
+        model = to_static(DP)
         model.train()
         return {
             "refused": refused,
@@ -245,9 +243,8 @@ def undo():
     second.undo()
     after = patched()
     with mock.patch.dict(os.environ):
-        del os.environ[
-            "POD_NAME"
-        ]  # with it, DistModel would first build groups for fleet
+        # with it, DistModel would first build groups for fleet
+        del os.environ["POD_NAME"]
         refused = refusal(to_static(DP))
     paddle.disable_static()
     return {

@@ -79,11 +79,12 @@ def test_run_ranks_names_and_kills_a_rank_that_hangs(tmp_path, processes):
     body += "    time.sleep(600)\nif rank == 1: stuck_here()\nreport(rank)"
     path = script(tmp_path, body)
 
+    # on a busy machine it takes longer until the ranks have begun
     for timeout in (
         4 if processes else 8,
         30,
         180,
-    ):  # on a busy machine it takes longer until the ranks have begun
+    ):
         with pytest.raises(RanksFailed) as caught:
             run_ranks(
                 path,
@@ -144,10 +145,11 @@ report([told, sys.argv, os.getcwd(), sys.path[0], __file__, sys.stdin.read(), os
         timeout=HANG,
     )
     for told, *_ in launched:
+        # of the launcher's own files
         for name in (
             "PADDLE_LOG_DIR",
             "PADDLE_BACKUP_ENV_PATH",
-        ):  # of the launcher's own files
+        ):
             told.pop(name, None)
 
     # Forked ranks have imported Paddle, which must not show.

@@ -152,9 +152,8 @@ def test_resumed_run_goes_on_with_the_next_row(straight, tmp_path):
         {"static": static, "resume": str(folder / "out" / f"checkpoint-{stop}")}
         for stop in stops
     ]
-    jobs = (
-        [[one] for one in saved] if static else [saved]
-    )  # a process has one static program
+    # a process has one static program
+    jobs = [[one] for one in saved] if static else [saved]
     found = [
         rest
         for number, runs in enumerate(jobs)

@@ -147,9 +147,10 @@ def slices_of(case, folder, num_ranks=2):
             [data[i] for i in plan.samples(epoch=epoch, first=0, end=len(data))]
             for epoch in range(2)
         ]
+        # Paddle's padding
         epochs = [
             [*epoch, *epoch[: -len(epoch) % num_ranks]] for epoch in epochs
-        ]  # Paddle's padding
+        ]
     else:
         epochs = [list(itertools.islice(data, case["steps"] * BATCH))]
     for batch in (
@@ -257,11 +258,12 @@ def test_tuning_has_each_item_once_and_equal_losses(name, straight, folder):
         "sft, workers",
     ):
         assert sorted(epoch) == list(range(ROWS))
+    # and padding; the data set of DPO gives its last row twice
     if name in (
         "sft, bins",
         "dpo",
         "dpo, packed",
-    ):  # and padding; the data set of DPO gives its last row twice
+    ):
         assert set(epoch) == set(range(ROWS))
 
 
@@ -402,6 +404,5 @@ def test_tuning_pairs_equal_plain_paddles_if_declared_as_read(
             in report["unsaid"]
         )
         assert "placements={field: 'as read'}" in report["unsaid"]
-        assert (
-            "as one for each pair of a packed sample" in report["packed"]
-        )  # ranks have 4 and 5 pairs at step 0
+        # ranks have 4 and 5 pairs at step 0
+        assert "as one for each pair of a packed sample" in report["packed"]

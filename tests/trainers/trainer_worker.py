@@ -215,9 +215,8 @@ def imported(name):
     import paddleformers.trainer.trainer as trainer
     from paddleformers.trainer import Trainer, TrainingArguments
 
-    trainer.fully_shard = lambda model, mesh: (
-        model
-    )  # its fusion of tensors knows no CPU
+    # its fusion of tensors knows no CPU
+    trainer.fully_shard = lambda model, mesh: model
     return Trainer, TrainingArguments
 
 

@@ -271,9 +271,8 @@ def main(options):
     imported("paddleformers_auto")
     out, reports = Path(options["out"]), {}
     for name, case in options["cases"].items():
-        with (
-            paddle.utils.unique_name.guard()
-        ):  # a checkpoint holds the names of parameters
+        # a checkpoint holds the names of parameters
+        with paddle.utils.unique_name.guard():
             pair = case["task"] == "pairs"
             reports[name] = (
                 pairs(case)

@@ -345,9 +345,8 @@ def main(options):
     imported("paddleformers")
     out, reports = Path(options["out"]), {}
     for name, case in options["cases"].items():
-        with (
-            paddle.utils.unique_name.guard()
-        ):  # a checkpoint holds the names of parameters
+        # a checkpoint holds the names of parameters
+        with paddle.utils.unique_name.guard():
             reports[name] = trained(
                 case, out / name, Path(options["rows"]), reports
             )

@@ -62,9 +62,8 @@ class Opening:
     def call(self, function: Callable[[Any], Any], sample: Any) -> Any:
         """Return the result of the user's function for a sample; `Unreadable` if it fails and errors are skipped."""
         if isinstance(sample, Unreadable):
-            return Unreadable(
-                sample.why
-            )  # without a group's items, which are unchanged
+            # without a group's items, which are unchanged
+            return Unreadable(sample.why)
         try:
             return function(sample)
         except Exception as error:

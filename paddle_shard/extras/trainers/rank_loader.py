@@ -141,9 +141,8 @@ class RankLoader:
 
     def _finish(self, num_samples: int) -> None:
         """Move the trainer's sampler and data set to the end of an epoch."""
-        if (
-            type(self._dataset).__name__ == _SHARD
-        ):  # `evaluate()` asks it how many rows there were
+        # `evaluate()` asks it how many rows there were
+        if type(self._dataset).__name__ == _SHARD:
             world = dist.get_world_size()
             counts = gather_payloads(
                 tuple(range(world)),

@@ -51,9 +51,8 @@ def observed():
     named = loader_of(loader(as_dict=True))
     found["fields"] = sorted(next(iter(named)))
     kept = loader_of(loader(shuffle=True, batches_ahead=1))
-    found["held"] = [
-        [image, ids] for image, ids in kept
-    ]  # FFCV has written to its memory again
+    # FFCV has written to its memory again
+    found["held"] = [[image, ids] for image, ids in kept]
     found["held"] = [
         bool(
             (

@@ -20,9 +20,8 @@ def cluster():
         object_store_memory=200_000_000,
         include_dashboard=False,
         log_to_driver=False,
-        _system_config={
-            "worker_niceness": 0
-        },  # else what else this machine does comes first
+        # else what else this machine does comes first
+        _system_config={"worker_niceness": 0},
     )
     yield started.address_info["address"]
     ray.shutdown()

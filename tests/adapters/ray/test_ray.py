@@ -118,9 +118,8 @@ def test_twenty_random_kills_change_nothing(kind, caplog):
         for record in caplog.records
         if "has died" in record.getMessage()
     ]
-    assert (
-        10 <= len(said) <= 20
-    )  # one that is killed just as it is closed is not missed
+    # one that is killed just as it is closed is not missed
+    assert 10 <= len(said) <= 20
     assert all("ActorDiedError" in one for one in said)
 
 

@@ -172,9 +172,8 @@ def as_many_steps(new, *_):
 
 def counts_delivered(new, *_):
     """A state is JSON, and knows nothing of what workers have read ahead."""
-    loader = sharded(
-        DataLoader(DATA, batch_size=8, num_workers=2), ONE
-    )  # workers read ahead
+    # workers read ahead
+    loader = sharded(DataLoader(DATA, batch_size=8, num_workers=2), ONE)
     batches = iter(loader)
     next(batches)
     state = new(loader=loader)

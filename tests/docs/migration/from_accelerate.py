@@ -60,9 +60,8 @@ def filled(new, old):
     "DataLoaderConfiguration(even_batches=False) with join_uneven_inputs",
 )
 def equal_steps(new, old):
-    given = DataLoader(
-        Made(length=17), batch_size=8
-    )  # the last batch has a row for one rank only
+    # the last batch has a row for one rank only
+    given = DataLoader(Made(length=17), batch_size=8)
     found = on_each_rank(
         (0, 1), lambda: [local(batch) for batch in sharded(given, **new())]
     )
