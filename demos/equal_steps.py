@@ -20,26 +20,29 @@ import paddle.distributed as dist
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.data.files.shards import ShardSource
 
 SIZES, BATCH_SIZE, WORKERS = (20, 3, 11, 7, 16, 5, 9), 8, 2
 TAILS = ("pad", "drop", "repeat", "error")
 
 
-class Reader:
-    """Reads a file of lines, and notes who opened it."""
+class Parser:
+    """Makes numbers of lines, and notes who has opened a file: who reads its first line."""
 
     def __init__(self, folder):
         self.folder = folder
+        first_lines = itertools.accumulate((0, *SIZES[:-1]))
+        self.shards = {first: i for i, first in enumerate(first_lines)}
 
-    def __call__(self, name, skip):
-        info = paddle.io.get_worker_info()
-        with open(self.folder / "opened", "a") as notes:
-            notes.write(
-                f"{name} rank {dist.get_rank()} worker {'-' if info is None else info.id}\n"
-            )
-        with open(self.folder / name) as lines:
-            yield from itertools.islice(map(int, lines), skip, None)
+    def __call__(self, line):
+        number = int(line)
+        if number in self.shards:
+            info = paddle.io.get_worker_info()
+            worker = "-" if info is None else info.id
+            with open(self.folder / "opened", "a") as notes:
+                notes.write(
+                    f"shard-{self.shards[number]} rank {dist.get_rank()} worker {worker}\n"
+                )
+        return number
 
 
 def write_files(folder):
@@ -51,16 +54,11 @@ def write_files(folder):
 
 
 def make_loader(folder, mesh, options, tail):
-    source = ShardSource(
-        [f"shard-{shard}" for shard in range(len(SIZES))],
-        Reader(folder),
-        shuffle_shards=False,
-    )
-    stream = (
-        Stream(source)
-        if options.parts is None
-        else Stream(source).in_parts(options.parts)
-    )
+    paths = [folder / f"shard-{shard}" for shard in range(len(SIZES))]
+    stream = Stream.lines(paths, counts=False, shuffle_shards=False)
+    stream = stream.map(Parser(folder))
+    if options.parts is not None:
+        stream = stream.in_parts(options.parts)
     loader = paddle.io.DataLoader(
         stream, batch_size=BATCH_SIZE, num_workers=WORKERS
     )

@@ -294,3 +294,17 @@ def test_demos_import_names_that_exist(folder):
                 ]
                 missing += [(path.name, node.module, name) for name in names]
     assert missing == []
+
+
+@pytest.mark.parametrize("folder", ["demos", "launch"])
+def test_demos_import_public_modules_only(folder):
+    """Users copy them."""
+    public = {"paddle_shard", "paddle_shard.errors", "paddle_shard.testing"}
+    modules = {
+        node.module
+        for path in (PACKAGE.parent / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+    }
+    others = {name for name in modules if name and name.startswith("paddle_sh")}
+    assert others - public == set()

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import shares
 
-from paddle_shard.data.external import ExternalLoader, ShardOptions
-from paddle_shard.data.files.files import needs
+from paddle_shard import ExternalLoader, ShardOptions
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 
 _OURS = (
@@ -65,7 +64,7 @@ def dali_pipeline(
         raise ArgumentError(
             f"dali_pipeline: leave {name} out: it is given for each data rank and epoch."
         )
-    with needs("dali"):
+    with shares.needs("nvidia-dali-cuda130"):
         import nvidia.dali  # noqa: F401
 
     named = None if fields is None else list(fields)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from shares import check_same, local_rows, seed_of
 
-from paddle_shard.data.external import ExternalLoader, ShardOptions
+from paddle_shard import ExternalLoader, ShardOptions
 from paddle_shard.errors import ArgumentError, StateError
 
 NAME = "ffcv"

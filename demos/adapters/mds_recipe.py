@@ -15,8 +15,9 @@ import tempfile
 import threading
 import weakref
 from _thread import start_new_thread
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 from operator import attrgetter
@@ -27,15 +28,12 @@ import numpy as np
 import numpy.typing as npt
 import shares
 
-from paddle_shard.core.collate import collate
-from paddle_shard.data.external import ExternalLoader, ShardOptions
-from paddle_shard.data.files.files import needs
+from paddle_shard import ExternalLoader, ShardOptions
 from paddle_shard.errors import (
     ArgumentError,
     MissingDependencyError,
     SplitError,
 )
-from paddle_shard.plan.seeding import derive_seed
 
 _ALONE = {
     "RANK": "0",
@@ -122,10 +120,24 @@ def mds_stream(
             settings,
             batch_size,
             transform or dict,
-            collate_fn or partial(collate, stack_other=list),
+            collate_fn or stacked,
         )
 
     return ExternalLoader(build, name="mds", save=_Pass.state, repeatable=True)
+
+
+def stacked(samples: Sequence[Any]) -> Any:
+    """Return the batch of some samples: arrays and numbers are stacked, and other leaves become lists."""
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {
+            key: stacked([sample[key] for sample in samples]) for key in first
+        }
+    if isinstance(first, list | tuple):
+        return [stacked(column) for column in zip(*samples, strict=True)]
+    if isinstance(first, np.ndarray | np.generic | int | float):
+        return np.stack(samples)
+    return list(samples)
 
 
 class _Pass:
@@ -203,7 +215,7 @@ def _open(
     if settings["remote"] is not None:
         settings["local"], lane = _claim(settings["local"], share)
     # the library adds the epoch to it
-    seed = derive_seed("mds", share.seed) >> 34
+    seed = shares.seed_of(replace(share, epoch=0), "mds", bits=30)
     # One process of the host at a time looks for free names of shared memory, since the library has no lock.
     # The data set is alone on its "host", so that no rank waits for another. Below, it gets its data rank.
     one_at_a_time = os.path.join(
@@ -356,7 +368,7 @@ def import_streaming() -> Any:
 
     The registry's torchvision is a CUDA build, whose import fails if torch is a CPU build.
     """
-    with needs("mds"):
+    with shares.needs("'mosaicml-streaming==0.13.*' torch"):
         import torch  # noqa: F401
 
         try:

@@ -2,7 +2,8 @@
 
 Ray Data reads, decodes and splits in processes of its own, by `streaming_split(equal=False)`: no row is dropped, and
 shares differ in length, so give `tail=`. Its order is not the same when it is read again, so a run cannot be resumed
-within an epoch, and each data rank's share must be read by one process.
+within an epoch, and each data rank's share must be read by one process. Copy this file and `shares.py` beside your
+training script.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
-from paddle_shard.core.checks import check_count
-from paddle_shard.data.external import ExternalLoader, ShardOptions
-from paddle_shard.data.files.files import needs
+import shares
+
+from paddle_shard import ExternalLoader, ShardOptions
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 
 _numbers = count()
@@ -27,16 +28,14 @@ def ray_loader(dataset: Any, batch_size: int) -> ExternalLoader:
         dataset: A `ray.data.Dataset`, made alike on all ranks.
         batch_size: Rows of the global batch: a multiple of the number of data ranks.
     """
-    with needs("ray", "ray_loader: "):
+    with shares.needs("'ray[data]'"):
         import ray.data
     if not isinstance(dataset, ray.data.Dataset):
         raise ArgumentTypeError(
             f"ray_loader: dataset must be a ray.data.Dataset, got {type(dataset).__name__}."
         )
-    return ExternalLoader(
-        _Shares(dataset, check_count("ray_loader: batch_size", batch_size)),
-        name="Ray Data",
-    )
+    shares.check_batch_size(batch_size)
+    return ExternalLoader(_Shares(dataset, batch_size), name="Ray Data")
 
 
 class Splits:
@@ -75,11 +74,7 @@ class _Shares:
                 "ray_loader: Ray cannot be used in a worker process. Ray Data reads ahead by itself: give the "
                 "DataLoader num_workers=0, or the stream itself to shard_dataloader."
             )
-        rows, rest = divmod(self._batch_size, share.num_shards)
-        if rest:
-            raise ArgumentError(
-                f"ray_loader: batch_size={self._batch_size} cannot be split evenly over {share.num_shards} data ranks."
-            )
+        rows = shares.local_rows(self._batch_size, share)
         if not self._held:
             if not ray.is_initialized():
                 ray.init(address="auto")

@@ -6,16 +6,50 @@ Copy this file beside the recipe.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.core.checks import check_count
-from paddle_shard.data.external import ShardOptions
-from paddle_shard.errors import ArgumentTypeError, SplitError, StateError
-from paddle_shard.plan.partition import check_batch_size
-from paddle_shard.plan.seeding import derive_seed
+from paddle_shard import ShardOptions
+from paddle_shard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BatchSizeError,
+    MissingDependencyError,
+    SplitError,
+    StateError,
+)
+
+
+@contextmanager
+def needs(packages: str) -> Iterator[None]:
+    """Turn a failed import in the `with` block into an error that says what to install.
+
+    Raises:
+        MissingDependencyError: A package cannot be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{error.name or error} cannot be imported ({error}). Install it with: pip install {packages}"
+        ) from error
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Check the size of a global batch.
+
+    Raises:
+        ArgumentError: It is not an int >= 1.
+    """
+    is_int = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+    if not is_int or batch_size < 1:
+        raise ArgumentError(
+            f"batch_size must be an int >= 1, got {batch_size!r}."
+        )
 
 
 def local_rows(batch_size: int, share: ShardOptions) -> int:
@@ -25,16 +59,21 @@ def local_rows(batch_size: int, share: ShardOptions) -> int:
         ArgumentError: The batch size is not an int >= 1.
         BatchSizeError: The data ranks do not divide it.
     """
-    check_count("batch_size", batch_size)
-    check_batch_size(batch_size, share.num_shards)
-    return batch_size // share.num_shards
+    check_batch_size(batch_size)
+    rows, rest = divmod(batch_size, share.num_shards)
+    if rest:
+        raise BatchSizeError(
+            f"batch_size={batch_size} cannot be split evenly over {share.num_shards} data ranks. Give a multiple of "
+            f"{share.num_shards}."
+        )
+    return rows
 
 
 def seed_of(share: ShardOptions, *purpose: Any, bits: int = 31) -> int:
     """Return a seed of `bits` bits for this epoch, the same on every data rank."""
-    return derive_seed("adapter", share.seed, share.epoch, *purpose) >> (
-        64 - bits
-    )
+    parts = repr((share.seed, share.epoch, *purpose)).encode()
+    digest = hashlib.blake2b(parts, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - bits)
 
 
 def check_share(

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import shares
 
-from paddle_shard.data.arrays import check_indexed
-from paddle_shard.data.external import ExternalLoader, ShardOptions
-from paddle_shard.data.files.files import needs
+from paddle_shard import ExternalLoader, ShardOptions
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.plan.seeding import derive_seed, mix
 
 
 def torchdata_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
@@ -79,8 +77,11 @@ def stateful_dataloader(
             f"stateful_dataloader: {', '.join(ordering)} would order the data in another way than by the data rank. "
             "Leave it out, or make the loader yourself and give it to torchdata_loader."
         )
-    way_out = "Split it yourself, in a function that torchdata_loader is given."
-    check_indexed("stateful_dataloader: dataset", dataset, way_out)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ArgumentTypeError(
+            "stateful_dataloader: dataset must have a length and an index (__len__, __getitem__), got "
+            f"{type(dataset).__name__}. Split it yourself, in a function that torchdata_loader is given."
+        )
 
     def build_pass(share: ShardOptions) -> _Pass:
         import torch
@@ -114,7 +115,7 @@ def stateful_dataloader(
 
 
 def _import() -> None:
-    with needs("torchdata"):
+    with shares.needs("torchdata torch"):
         import torchdata.nodes
         import torchdata.stateful_dataloader  # noqa: F401
 
@@ -147,7 +148,9 @@ class _Pass:
             if isinstance(built, BaseNode)
             else built
         )
-        self._key = derive_seed("torch", share.seed, share.epoch, share.shard)
+        self._seed_of = partial(
+            shares.seed_of, share, "torch", share.shard, bits=63
+        )
         self._same = {"kind": type(self._loader).__name__, **same}
         self._batches = 0
         if share.state is not None:
@@ -162,13 +165,13 @@ class _Pass:
 
         # the generator is the user's: it is put back
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._key)
+            torch.manual_seed(self._seed_of())
             items = iter(self._loader)
         # torch's handler would make Paddle's store fail ("Interrupted system call") when a worker ends.
         signal.siginterrupt(signal.SIGCHLD, False)
         while True:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(mix(self._key, self._batches))
+                torch.manual_seed(self._seed_of(self._batches))
                 try:
                     batch = next(items)
                 except StopIteration:
