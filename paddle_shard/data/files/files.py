@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit
@@ -178,35 +179,45 @@ def needs(extra: str, what: str = "") -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def failures_named(
-    name: str, what: str, number: Callable[[], int] | None = None
-) -> Iterator[None]:
-    """Turn what fails in the `with` block into an error that names a file.
+@dataclass(frozen=True, slots=True)
+class FailuresNamed:
+    """Turns what fails in a `with` block into an error that names a file.
 
-    Args:
-        name: The file.
-        what: What the block does.
-        number: Called after a failure: the number of the sample in the file; None: of no sample.
+    It is no generator: on Python 3.10, leaving one by an exception makes a cycle that keeps the file open.
 
     Raises:
         ShardReadError: The block failed. The library's own errors are raised as they are.
     """
-    try:
-        yield
-    except PaddleShardError:
-        raise
-    except Exception as error:
-        offset = None if number is None else number()
+
+    name: str
+    """The file."""
+    what: str
+    """What the block does."""
+    number: Callable[[], int] | None = None
+    """Called after a failure: the number of the sample in the file; None: of no sample."""
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> None:
+        """Raise the error of a block that failed."""
+        if not isinstance(error, Exception):
+            return
+        if isinstance(error, PaddleShardError):
+            return
+        offset = None if self.number is None else self.number()
         place = "" if offset is None else f" {offset}"
         fix = ""
         if isinstance(error, FileNotFoundError):
             fix = ". Check the path, or leave the file out."
         elif isinstance(error, EOFError | tarfile.TarError):
             fix = ". Replace the file, or leave it out."
+        name = redacted(self.name)
         raise ShardReadError.of(
-            f"{redacted(name)}: {what}{place} failed: {described(error)}{fix}",
-            redacted(name),
+            f"{name}: {self.what}{place} failed: {described(error)}{fix}",
+            name,
             offset,
         ) from error
 
@@ -322,7 +333,7 @@ def for_each(
     """
 
     def call_with_name(name: str) -> T:
-        with failures_named(name, what):
+        with FailuresNamed(name, what):
             return function(name)
 
     with ThreadPoolExecutor(
