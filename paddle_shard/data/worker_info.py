@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -32,21 +33,17 @@ def _modules() -> list[Any]:
     )
 
 
-# not by `contextmanager`: it is entered for each sample
-class VisibleWorkerInfo:
+@contextmanager
+def visible_worker_info(info: WorkerInfo | None) -> Iterator[None]:
     """Let `paddle.io.get_worker_info()`, and torch's if that is loaded, return `info` inside the `with` block."""
-
-    def __init__(self, info: WorkerInfo | None) -> None:
-        self._info = info
-
-    def __enter__(self) -> None:
-        self._before = [(module, module._worker_info) for module in _modules()]
-        for module, _ in self._before:
-            module._worker_info = self._info
-
-    def __exit__(self, *_: object) -> None:
-        for module, info in self._before:
-            module._worker_info = info
+    outside = [(module, module._worker_info) for module in _modules()]
+    for module, _ in outside:
+        module._worker_info = info
+    try:
+        yield
+    finally:
+        for module, known in outside:
+            module._worker_info = known
 
 
 def iterate_with(
@@ -57,14 +54,14 @@ def iterate_with(
     With None, it does not know of the workers, and does not split itself among them: every reader reads the whole
     stream, which is cut later.
     """
-    with VisibleWorkerInfo(info):
+    with visible_worker_info(info):
         items = iterate(dataset)
     outside = [(module, module._worker_info) for module in _modules()]
     if all(known is info for _, known in outside):
         yield from items  # where no workers read, there is nothing to hide
         return
     while True:
-        # no `with`: it takes as long as a small sample
+        # Not by `visible_worker_info`, which takes as long as a small sample.
         for module, _ in outside:
             module._worker_info = info
         try:

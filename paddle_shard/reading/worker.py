@@ -18,7 +18,7 @@ import numpy as np
 import paddle
 from paddle.io.dataloader import worker as paddle_worker
 
-from paddle_shard.data.worker_info import VisibleWorkerInfo
+from paddle_shard.data.worker_info import visible_worker_info
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
@@ -137,7 +137,7 @@ def set_up(
         # As Paddle documents, users split a stream here. A stream that is cut later must stay whole.
         info = make_info(id=0, num_workers=1)
     try:
-        with VisibleWorkerInfo(info):
+        with visible_worker_info(info):
             settings.init_fn(number)
     except BaseException as error:
         # Also SystemExit, which would end the worker silently.
