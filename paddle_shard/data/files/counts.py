@@ -180,7 +180,7 @@ def count_files(
 
 def _version(name: str) -> tuple[str, int, int, int]:
     path = os.path.abspath(files.local_path(name))
-    with files.FailuresNamed(name, _COUNTING):
+    with files.FileErrorContext(name, _COUNTING):
         status = os.stat(path)
     return path, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -195,7 +195,7 @@ def _count_each(
             files.redacted(name),
             stacklevel=caller_level(),
         )
-        with files.FailuresNamed(name, _COUNTING):
+        with files.FileErrorContext(name, _COUNTING):
             entries[name] = count_file(name, samples, cache_dir)
     return entries
 

@@ -180,7 +180,7 @@ def needs(extra: str, what: str = "") -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class FailuresNamed:
+class FileErrorContext:
     """Turns what fails in a `with` block into an error that names a file.
 
     It is no generator: on Python 3.10, leaving one by an exception makes a cycle that keeps the file open.
@@ -203,9 +203,9 @@ class FailuresNamed:
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
         """Raise the error of a block that failed."""
-        if not isinstance(error, Exception):
-            return
-        if isinstance(error, PaddleShardError):
+        if not isinstance(error, Exception) or isinstance(
+            error, PaddleShardError
+        ):
             return
         offset = None if self.number is None else self.number()
         place = "" if offset is None else f" {offset}"
@@ -333,7 +333,7 @@ def for_each(
     """
 
     def call_with_name(name: str) -> T:
-        with FailuresNamed(name, what):
+        with FileErrorContext(name, what):
             return function(name)
 
     with ThreadPoolExecutor(

@@ -13,7 +13,7 @@ import numpy as np
 from paddle_shard.core.checks import argument_hint, check_flag
 from paddle_shard.data.files.ahead import LEAST, LIMIT
 from paddle_shard.data.files.files import (
-    FailuresNamed,
+    FileErrorContext,
     FileVersion,
     Path,
     identity,
@@ -247,7 +247,7 @@ class ShardSource(PartsSource):
         length = None if self._counts is None else int(self._counts[shard])
         end = length if end is None else end
         offset = begin
-        with FailuresNamed(name, "reading sample", lambda: offset):
+        with FileErrorContext(name, "reading sample", lambda: offset):
             items = iter(samples or self._read(name, begin))
             for item in items:
                 if isinstance(item, Exception):

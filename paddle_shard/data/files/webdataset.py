@@ -143,10 +143,8 @@ class _StrictInfo(tarfile.TarInfo):
                 f"it is no tar, or is damaged or cut off: {error} at byte {archive.offset}, where a file or the "
                 "end of the tar should be"
             ) from error
-        if (
-            header.size < 0
-            # the next header would be looked for before this one, without an end (CVE-2025-8194)
-        ):
+        # the next header would be looked for before this one, without an end (CVE-2025-8194)
+        if header.size < 0:
             raise tarfile.ReadError(
                 f"it is damaged: the member {header.name!r} has a negative size"
             )
