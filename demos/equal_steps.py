@@ -26,7 +26,7 @@ TAILS = ("pad", "drop", "repeat", "error")
 
 
 class Parser:
-    """Makes numbers of lines, and notes who has opened a file: who reads its first line."""
+    """Parses lines to numbers, and notes which worker reads the first line of a file, and so has opened it."""
 
     def __init__(self, folder):
         self.folder = folder

@@ -299,12 +299,12 @@ def test_demos_import_names_that_exist(folder):
 @pytest.mark.parametrize("folder", ["demos", "launch"])
 def test_demos_import_public_modules_only(folder):
     """Users copy them."""
-    public = {"paddle_shard", "paddle_shard.errors", "paddle_shard.testing"}
-    modules = {
-        node.module
+    public = {"paddle_shard", "paddle_shard.testing"}
+    public |= {f"paddle_shard.{name}" for name in paddle_shard.__all__}
+    private = {
+        name
         for path in (PACKAGE.parent / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom)
+        for name in imports(path)
+        if name.partition(".")[0] == "paddle_shard" and name not in public
     }
-    others = {name for name in modules if name and name.startswith("paddle_sh")}
-    assert others - public == set()
+    assert private == set()

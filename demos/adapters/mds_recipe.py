@@ -127,15 +127,28 @@ def mds_stream(
 
 
 def stacked(samples: Sequence[Any]) -> Any:
-    """Return the batch of some samples: arrays and numbers are stacked, and other leaves become lists."""
+    """Return the batch of some samples: arrays and numbers are stacked, and other leaves become lists.
+
+    Raises:
+        ValueError: The samples differ in their keys, their number of fields, or the dtype or shape of an array.
+    """
     first = samples[0]
     if isinstance(first, Mapping):
+        if any(sample.keys() != first.keys() for sample in samples):
+            raise ValueError("samples differ in their keys")
         return {
             key: stacked([sample[key] for sample in samples]) for key in first
         }
     if isinstance(first, list | tuple):
-        return [stacked(column) for column in zip(*samples, strict=True)]
+        columns = [stacked(column) for column in zip(*samples, strict=True)]
+        if hasattr(first, "_fields"):  # a namedtuple
+            return type(first)(*columns)
+        return type(first)(columns)
     if isinstance(first, np.ndarray | np.generic | int | float):
+        # Python's numbers fit several dtypes.
+        dtypes = {x.dtype for x in samples if hasattr(x, "dtype")}
+        if len(dtypes) > 1:
+            raise ValueError("samples differ in the dtype of a field")
         return np.stack(samples)
     return list(samples)
 

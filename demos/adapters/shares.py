@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import numbers
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +46,7 @@ def check_batch_size(batch_size: int) -> None:
     Raises:
         ArgumentError: It is not an int >= 1.
     """
-    is_int = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+    is_int = isinstance(batch_size, numbers.Integral) and batch_size is not True
     if not is_int or batch_size < 1:
         raise ArgumentError(
             f"batch_size must be an int >= 1, got {batch_size!r}."

@@ -7,7 +7,7 @@ ADAPTERS=torchdata` runs its tests.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -77,7 +77,8 @@ def stateful_dataloader(
             f"stateful_dataloader: {', '.join(ordering)} would order the data in another way than by the data rank. "
             "Leave it out, or make the loader yourself and give it to torchdata_loader."
         )
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    has_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not has_index or isinstance(dataset, str | Mapping):
         raise ArgumentTypeError(
             "stateful_dataloader: dataset must have a length and an index (__len__, __getitem__), got "
             f"{type(dataset).__name__}. Split it yourself, in a function that torchdata_loader is given."
