@@ -21,10 +21,8 @@ PARQUET = ["pyarrow>=14", "fsspec[http]"]
 HUGGINGFACE = ["datasets>=5.2"]
 GRAIN = ["grain>=0.2.18; python_version >= '3.11'"]  # which has none for 3.10
 S3 = ["s3fs"]
-ELASTIC = [
-    "etcd3"
-    # of Paddle's launcher; launch/elastic.sh sets what it needs beside a newer protobuf
-]
+# of Paddle's launcher; launch/elastic.sh sets what it needs beside a newer protobuf
+ELASTIC = ["etcd3"]
 # All of them; the tests of what is not installed are skipped.
 SOURCES = [*WEBDATASET, *PARQUET, *HUGGINGFACE, *GRAIN, *S3]
 METRICS = ["prometheus-client>=0.20"]

@@ -39,10 +39,10 @@ import paddle_shard
 
 LAUNCH = Path(__file__).parents[1] / "launch" / "local.py"
 EPOCHS, BATCH_SIZE, SEED = 3, 32, 7
+# 7: no checkpoint falls on the end of an epoch, so that each has one to complete
 SAVE_EVERY, PARITY = (
     7,
     1e-5,
-    # 7: no checkpoint falls on the end of an epoch, so that each has one to complete
 )
 DEADLINE = 120  # seconds, of a run
 

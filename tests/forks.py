@@ -91,10 +91,10 @@ class Forks(Processes):
         pid = self._ask(
             "start", list(command), dict(variables), str(log), os.getcwd()
         )
+        # of one that had the same number before: the system begins again at 32768
         self._ended.pop(
             pid,
             None,
-            # of one that had the same number before: the system begins again at 32768
         )
         return Fork(self, pid)
 

@@ -105,10 +105,8 @@ def test_s3_files_of_a_bucket_share_one_client(server, source, monkeypatch):
         return await connect(self, *args, **options)
 
     def slowly(*args, made_by=fsspec.core.url_to_fs, **options):
-        time.sleep(
-            0.05
-            # as the first one does, which imports a library: all threads that ask meanwhile wait
-        )
+        # as the first one does, which imports a library: all threads that ask meanwhile wait
+        time.sleep(0.05)
         return made_by(*args, **options)
 
     monkeypatch.setattr(class_, "set_session", counted)

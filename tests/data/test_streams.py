@@ -178,10 +178,8 @@ def test_stream_passes_at_once_each_deliver_all_data(name, workers):
     alone, shared = real_rows(loader()), loader()
     one, two, found = iter(shared), iter(shared), ([], [])
     peeked = real_rows(shared, 1)
-    for number in range(
-        len(alone)
-        # the second lags a step behind the first, and a third is left in the middle
-    ):
+    # the second lags a step behind the first, and a third is left in the middle
+    for number in range(len(alone)):
         for batches, rows in zip((one, two), found, strict=True):
             if batches is one or number:
                 batch = next(batches)

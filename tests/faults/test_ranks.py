@@ -112,10 +112,8 @@ def test_ranks_fail_together_at_one_step_and_lose_nothing(rng, tmp_path):
                 "the same sample is named"
             )
             assert max(waited) < HANG
-        elif (
-            whole and case["steps"] >= 4
+        elif whole and case["steps"] >= 4:
             # quick steps are read up to 32 ahead: all had been read when it was killed
-        ):
             assert {one[0] for one in told} == {"NoneType"}, (case, told)
             continue
         else:

@@ -305,10 +305,8 @@ def drawn_chain(rng, length):
         elif kind == "groups":
             # put together and taken apart: nothing has happened
             steps.append((lambda s, n=size: s.batch(n).unbatch(), lambda p: p))
-        elif (
-            kind == "group"
+        elif kind == "group":
             # with a function of the group between, one bad sample costs the group
-        ):
             steps.append(
                 (
                     lambda s, n=size, b=bad: (

@@ -146,9 +146,9 @@ def test_data_that_is_split_already_is_taken_as_it_is():
     "options", [{"dense_tensor_idx": [[], [0]]}, {"placements": {1: "as read"}}]
 )
 def test_own_rows_of_a_stream_are_made_of_a_whole_batch(workers, options):
+    # of the first two samples two patches each: half of them as many as there are samples
     def collate(
         samples,
-        # of the first two samples two patches each: half of them as many as there are samples
     ):
         patches = [
             index for index in samples for _ in range(2 * (index % 4 < 2))

@@ -229,10 +229,8 @@ def put_together(plan, of_ranks):
         rows = [None] * plan.batch_size
         for rank, one in enumerate(together):
             places = plan.rows_of(plan.parts_of(rank, len(of_ranks))).tolist()
-            if (
-                one.value is None
-                # a rank that has had no sample yet: the loader finds what stands in
-            ):
+            # a rank that has had no sample yet: the loader finds what stands in
+            if one.value is None:
                 assert one.is_empty
                 assert plan.tail == "pad"
                 for place in places:

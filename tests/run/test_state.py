@@ -237,10 +237,8 @@ def test_resume_reads_nothing_of_what_was_delivered():
     expected, got = content(next(batches)), content(next(iter(again)))
 
     assert got == expected
-    assert (
-        again.dataset.reads == 10 + 4
-        # two samples, read twice, by which it sees that the data is that of the state
-    )
+    # two samples, read twice, by which it sees that the data is that of the state
+    assert again.dataset.reads == 10 + 4
 
 
 def test_state_does_not_count_what_is_read_ahead():

@@ -907,10 +907,8 @@ class World:
                 f"the record has lines {numbers}, and {self.lines} were acknowledged"
             )
         sound = {one["number"] for one in found if one["n"] in self.lines}
-        for problem in (
-            problems
-            # a line that was torn while it was written is none that was acknowledged
-        ):
+        # a line that was torn while it was written is none that was acknowledged
+        for problem in problems:
             if int(problem.split()[1]) in sound:
                 raise Failed(f"the record has lines {numbers}, and {problem}")
 

@@ -89,10 +89,8 @@ def test_trainer_epochs_have_each_row_once_and_equal_losses(straight):
     _, _, steps = straight
 
     check_epochs(steps, ROWS, STEPS)
-    if (
-        TRAINER != "paddleformers"
-        # for which Paddle's DataLoader, in its automatic mode, replaces the sampler
-    ):
+    # for which Paddle's DataLoader, in its automatic mode, replaces the sampler
+    if TRAINER != "paddleformers":
         assert [rows for rows, _ in steps[:STEPS]] != [
             rows for rows, _ in steps[STEPS:]
         ]
