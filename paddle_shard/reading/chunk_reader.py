@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, repeat
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -189,8 +191,8 @@ class ChunkReader(Reader):
     def _rows(self, request: ChunkRequest) -> Chunk:
         """See `Reader`. Requests of an iterator come in the order of their steps."""
         parts = request.opening.parts
-        self._action = f"opening parts {list(parts)}"
         if request.iterator_number != self._pass_number:
+            self._action = f"opening parts {list(parts)}"
             self._begin(request)
         columns, has_new = self._columns(request)
         size = request.plan.samples_per_part
@@ -270,17 +272,18 @@ class ChunkReader(Reader):
 
     def _columns(self, request: ChunkRequest) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
-        columns: list[list[Any]] = []
         size = request.plan.samples_per_part
         parts = request.opening.parts
+        columns: list[list[Any]] = [[] for _ in parts]
+        # One call for all parts: there may be as many as there are rows.
+        unread = iter(self._parts)
+        shares = map(islice, unread, repeat(size))
         try:
-            for items in self._parts:
-                column: list[Any] = []
-                columns.append(column)
-                column.extend(islice(items, size))
+            deque(map(list.extend, columns, shares), maxlen=0)
         except BaseException:
-            number = request.position + len(columns[-1])
-            self._at(parts[len(columns) - 1], number)
+            failed = len(parts) - length_hint(unread) - 1
+            number = request.position + len(columns[failed])
+            self._at(parts[failed], number)
             raise
         has_new = any(columns)
         if request.repeat:

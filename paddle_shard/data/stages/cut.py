@@ -7,7 +7,6 @@ from collections import deque
 from copy import copy
 from itertools import islice
 from typing import Any
-from weakref import ref
 
 from paddle_shard.data.stages.stage import (
     Lengths,
@@ -55,9 +54,7 @@ class Stripe(Transform):
         stripes, within = divmod(opening.skip - before, opening.stripe)
         first = opening.origin + stripes * opening.num_parts * opening.stripe
         turns = _Turns(self.upstream, opening, first)
-        # All queues before any part is read.
-        parts = [turns.of(part) for part in opening.parts]
-        return [islice(samples, within, None) for samples in parts]
+        return [islice(turns.of(part), within, None) for part in opening.parts]
 
     def lengths(self, opening: Opening) -> Lengths:
         """Return the lengths of the parts; they differ by less than two stripes."""
@@ -83,19 +80,23 @@ class _Turns:
         self._opening = opening
         # Readers may reach later rounds at different steps.
         self._seen = None if opening.round else opening.seen
-        # Only the reader of a part keeps its queue alive, so samples that no reader takes do not pile up.
-        self._queues: dict[int, ref[deque[list[Any]]]] = {}
+        size = opening.stripe
+        self._queues: dict[int, deque[Any]] = {
+            part: deque() for part in opening.parts
+        }
+        """The samples of each part that were read and not taken."""
+        self._stripes = [
+            (queue, slice(part * size, (part + 1) * size))
+            for part, queue in self._queues.items()
+        ]
+        """(queue of a part, where its samples are in a turn)."""
 
     def of(self, part: int) -> Samples:
-        """Return the samples of a part; its queue is there before another part is read."""
-        queue: deque[list[Any]] = deque()
-        self._queues[part] = ref(queue)
-        return self._taken(queue)
-
-    def _taken(self, queue: deque[list[Any]]) -> Samples:
+        """Yield the samples of a part."""
+        queue = self._queues[part]
         while queue or self._read():
             while queue:
-                yield from queue.popleft()
+                yield queue.popleft()
 
     def _read(self) -> bool:
         """Read the next turn of the stream, a stripe for each part, into the queues of the parts; False at the end."""
@@ -114,10 +115,8 @@ class _Turns:
         self._position += len(turn)
         if self._seen is not None:
             self._seen(begin - self._opening.origin, turn)
-        for part, queue_of in self._queues.items():
-            queue = queue_of()
-            if queue is not None:
-                queue.append(turn[part * size : (part + 1) * size])
+        for queue, stripe in self._stripes:
+            queue.extend(turn[stripe])
         return len(turn) > 0
 
 
