@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from paddle_shard.core.checks import listed
-from paddle_shard.core.trees import TEXT, is_sequence, rebuild
+from paddle_shard.core.trees import TEXT, rebuild
 
 _NOT_NUMBERS = "OSUV"
 """Kinds of numpy dtypes that are not numeric."""
 _DTYPE = attrgetter("dtype")
 _NUMERIC = (np.ndarray, np.generic, numbers.Number)
+_KINDS: tuple[Any, ...] = (TEXT, _NUMERIC, Mapping, Sequence)
+"""What is collated alike. A type is of the first kind that it is a subclass of."""
 
 
 class Texts(list[Any]):
@@ -51,18 +54,19 @@ def collate(
         [array([[0., 0.],
                [1., 1.]]), array([1, 2]), ['a', 'b']]
     """
+    kinds = set(map(_kind_of, set(map(type, samples))))
+    if len(kinds) > 1:
+        raise cannot_stack(samples, path)
     first = samples[0]
-    if isinstance(first, TEXT):
-        _check_types(samples, TEXT, path)
+    kind = kinds.pop()
+    if kind is TEXT:
         return Texts(samples)
-    if isinstance(first, _NUMERIC):
-        _check_types(samples, _NUMERIC, path)
+    if kind is _NUMERIC:
         check_dtypes(samples, path)
         rows = stack(samples, path)
         reject_uint16(rows, path)
         return rows
-    if isinstance(first, Mapping):
-        _check_types(samples, Mapping, path)
+    if kind is Mapping:
         if any(sample.keys() != first.keys() for sample in samples):
             keys = _some(sorted(sample, key=str) for sample in samples)
             raise ValueError(
@@ -77,8 +81,7 @@ def collate(
             for key in first
         }
         return rebuild(first, fields)
-    if is_sequence(first):
-        _check_types(samples, Sequence, path, but=TEXT)
+    if kind is Sequence:
         if len(set(map(len, samples))) > 1:
             lengths = _some(map(len, samples))
             raise ValueError(
@@ -100,6 +103,14 @@ def collate(
     raise cannot_stack(samples, path)
 
 
+@lru_cache(maxsize=256)
+def _kind_of(sample_type: type) -> Any:
+    """Return which of `_KINDS` the values of a type are; None: another one."""
+    return next(
+        (kind for kind in _KINDS if issubclass(sample_type, kind)), None
+    )
+
+
 def cannot_stack(samples: Sequence[Any], path: str) -> TypeError:
     """Return the error for samples of types that cannot be stacked, whichever type comes first."""
     kinds = dict.fromkeys(type(sample).__name__ for sample in samples)
@@ -107,15 +118,6 @@ def cannot_stack(samples: Sequence[Any], path: str) -> TypeError:
         f"cannot stack {' and '.join(kinds)}{_at_field(path)}: give every sample arrays or numbers of one type there "
         "(of Hugging Face: set_transform), leave the field out, or give the loader a collate_fn."
     )
-
-
-def _check_types(
-    samples: Sequence[Any], kind: Any, path: str, but: Any = ()
-) -> None:
-    """Reject samples that are not all of one kind."""
-    for sample_type in set(map(type, samples)):  # nearly always one
-        if not issubclass(sample_type, kind) or issubclass(sample_type, but):
-            raise cannot_stack(samples, path)
 
 
 def reject_uint16(leaf: Any, path: str) -> None:
@@ -158,7 +160,10 @@ def stack(samples: Sequence[Any], path: str) -> Any:
         )
     except (ValueError, TypeError, OverflowError):
         rows = None
-    if rows is None or rows.shape != (len(samples), *np.shape(first)):
+    if rows is None or rows.shape != (
+        len(samples),
+        *getattr(first, "shape", ()),
+    ):
         if len(set(map(np.shape, samples))) == 1:
             raise cannot_stack(samples, path)
         raise ValueError(

@@ -102,7 +102,7 @@ def rebuild(like: Any, children: Any) -> Any:
         like: A mapping or a sequence.
         children: A dict for a mapping, a list for a sequence.
     """
-    if isinstance(like, Mapping):
+    if isinstance(children, dict):
         return dict(children)
     if isinstance(like, tuple) and hasattr(like, "_make"):
         return like._make(children)

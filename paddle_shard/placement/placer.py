@@ -173,8 +173,10 @@ class BatchPlacer:
 
     def _fields(self, batch: Any) -> dict[Any, Any]:
         """Return the fields that are delivered, by key or position, in their order; 0 for a batch that is a leaf."""
+        if is_sequence(batch):
+            return dict(enumerate(batch))
         if not isinstance(batch, Mapping):
-            return dict(enumerate(batch if is_sequence(batch) else [batch]))
+            return {0: batch}
         names = self.input_keys
         if names is None:  # samples of two writers may differ in their order
             names = self._key_orders.setdefault(frozenset(batch), tuple(batch))
