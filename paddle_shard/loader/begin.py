@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from paddle_shard.loader.step_messages import StepMessages
 from paddle_shard.loader.step_pass import Feed, StepPass
 from paddle_shard.plan.shard_plan import num_skipped_steps
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Step
+from paddle_shard.plan.step import Steps
 from paddle_shard.ranks.agreeing import open_agreement, report_failure
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.reports import AgreementConfig
@@ -29,7 +29,7 @@ from paddle_shard.reading.executor import Executor, WorkerExecutor
 class _Steps(NamedTuple):
     """The steps of an epoch iterator."""
 
-    steps: Iterator[Step]
+    steps: Steps
     number: int | None
     """How many there are; None: the end shows when it comes."""
     are_compared: bool

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from queue import SimpleQueue
 from typing import Any
@@ -23,7 +23,7 @@ from paddle_shard.errors import (
     PeerLostError,
 )
 from paddle_shard.loader.step_messages import StepMessages
-from paddle_shard.plan.step import Step
+from paddle_shard.plan.step import Step, Steps
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.decision import END, FAIL
 from paddle_shard.ranks.replicas import LeaderStoppedError
@@ -39,12 +39,16 @@ _SHORT_STEP = 2e-4
 """Seconds of a training loop's step, up to which it reads by itself: handing over a batch takes about 1e-4."""
 
 
+_MADE_AT_ONCE = 16
+"""Steps of this library's own orders that are made at once: code that runs once a step is slow, as caches are cold."""
+
+
 class Feed:
     """Submits the steps of an epoch iterator to the executor that reads them."""
 
     def __init__(
         self,
-        steps: Iterator[Step],
+        steps: Steps,
         executor: Executor,
         num_steps: int | None,
         *,
@@ -58,53 +62,46 @@ class Feed:
             num_steps: Their number; None: the end shows when it comes.
             on_training_thread: True if they are made on the training thread only.
         """
-        self._steps: Iterator[Step] | None = steps
+        self._skipped_at_end = (0, 0)
+        self._steps = steps
         self.executor = executor
         self.num_steps = num_steps
-        self._skipped_at_end = (0, 0)
         self.on_training_thread = on_training_thread
         self._made: deque[Step] = deque()
-        """Steps that the training thread has made for another thread to submit."""
+        """Steps that follow those that were submitted."""
         self.num_submitted = 0
         self.failure: Exception | None = None
         """The error of the user's sampler, raised after the steps before it."""
 
     def make(self, num_steps: int) -> None:
-        """Make steps until `num_steps` are made or submitted; on the training thread."""
+        """Make steps until `num_steps` are made or submitted, as far as there are any."""
         while self.num_submitted + len(self._made) < num_steps:
-            step = self._next()
-            if step is None:
+            try:
+                self._made.append(next(self._steps))
+            except StopIteration as end:
+                # what is asked again has no value
+                self._skipped_at_end = end.value or self._skipped_at_end
                 return
-            self._made.append(step)
+            except Exception as error:
+                self.failure = error
+                return
 
     def fill(self, num_taken: int, *, in_thread: bool) -> None:
         """Submit as many steps as the executor should have."""
         while self.num_submitted - num_taken < self.executor.depth:
-            step: Step | None = None
-            if self._made:
-                step = self._made.popleft()
-            elif not (in_thread and self.on_training_thread):
-                step = self._next()
-            if step is None:
+            if not self._made and not (in_thread and self.on_training_thread):
+                # A sampler of the user's may follow the loss: it draws as late as it can.
+                most = 1 if self.on_training_thread else _MADE_AT_ONCE
+                self.make(self.num_submitted + min(num_taken + 1, most))
+            if not self._made:
                 return
             self.num_submitted += 1
-            self.executor.submit(step)
-
-    def _next(self) -> Step | None:
-        if self._steps is None:
-            return None
-        try:
-            return next(self._steps)
-        except StopIteration as end:
-            self._skipped_at_end = end.value or (0, 0)
-        except Exception as error:
-            self.failure = error
-        self._steps = None
-        return None
+            self.executor.submit(self._made.popleft())
 
     def skipped_at_end(self) -> tuple[int, int]:
         """Return the (steps, samples) skipped after the last step, once all are delivered."""
-        self._next()  # the end may have been known without it
+        # the end may have been known without it
+        self.make(self.num_submitted + 1)
         return self._skipped_at_end
 
 

@@ -109,6 +109,10 @@ BalanceRows = Callable[[Ids, int], tuple[Rows, Load]]
 rank, given (ids, rows of a micro-batch); see `balance.balanced_rows`."""
 
 
+Steps = Generator[Step, None, tuple[int, int]]
+"""Yields steps, and returns the (steps, samples) that are skipped after the last one."""
+
+
 def as_ids(indices: Ids) -> Rows:
     """Return numbers for a data set's indices: ints unchanged, others from a hash of their `repr`."""
     if isinstance(indices, np.ndarray):
@@ -134,10 +138,10 @@ def rank_steps(
     skips: Ranges = (),
     balance_rows: BalanceRows | None = None,
     compared: bool = False,
-) -> Generator[Step, None, tuple[int, int]]:
+) -> Steps:
     """Yield the steps of one rank for some global batches of an epoch, without those that are skipped.
 
-    It may run in any thread, any number of steps ahead. It returns the (steps, samples) skipped after the last step.
+    It may run in any thread, any number of steps ahead.
 
     Args:
         batches: The global batches.

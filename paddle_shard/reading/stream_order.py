@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -18,7 +18,7 @@ from paddle_shard.errors import StateError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Step
+from paddle_shard.plan.step import Step, Steps
 from paddle_shard.reading.chunk_reader import ChunkRequest
 
 _UNREAD = {"shard": None, "rows": 0, "library": None}
@@ -75,7 +75,7 @@ class StreamOrder(Batches):
 
     def steps(
         self, start: LoaderState, *_for_an_index: Any, compared: bool
-    ) -> Iterator[Step]:
+    ) -> Steps:
         """Yield the steps of this rank from a position on, forever: who knows the end stops.
 
         Args:
@@ -85,7 +85,8 @@ class StreamOrder(Batches):
         """
         plan = self.plan
         requests = self._first_requests(start, compared)
-        for number in count(start.steps):
+        number = start.steps
+        while True:
             sent = requests
             if self.whole_items:
                 sent = [requests[(number - start.steps) % len(requests)]]
@@ -97,6 +98,7 @@ class StreamOrder(Batches):
                 num_positions=plan.batch_size,
                 parts=tuple(request._replace(step=number) for request in sent),
             )
+            number += 1
 
     def _first_requests(
         self, start: LoaderState, compared: bool

@@ -15,7 +15,7 @@ from paddle_shard.plan.step import (
     BalanceRows,
     GlobalBatch,
     RowsOf,
-    Step,
+    Steps,
     rank_steps,
 )
 
@@ -84,7 +84,7 @@ class IndexBatches(Batches):
         rows_of: RowsOf,
         skips: Ranges = (),
         **looks: Any,
-    ) -> Iterator[Step]:
+    ) -> Steps:
         """Yield the steps of one rank from a position on; see `rank_steps`."""
         return rank_steps(
             self.batches(start),
