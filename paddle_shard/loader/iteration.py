@@ -68,6 +68,7 @@ class ShardIterator:
         self._watch = DeviceWatch.of(place)
         # By this Paddle's profiler knows whose reading it times. It keeps it, so it is not this object.
         self._timed = SimpleNamespace(_dataset=setup.dataloader.dataset)
+        self._timer = benchmark()
         self._counts = setup.stats.begin_pass()
         self._profiler = setup.stats.profiler
         # It does not refer to this object, so that abandoning the iterator ends its workers at once.
@@ -114,7 +115,7 @@ class ShardIterator:
                 self._watch.step_queued()
         profiler.is_waiting = True
         try:
-            if benchmark().current_event or in_profiler_mode():
+            if self._timer.current_event or in_profiler_mode():
                 batch = self._next_profiled()
             else:
                 batch = next(self._steps)
@@ -139,7 +140,7 @@ class ShardIterator:
 
     def _next_profiled(self) -> Batch:
         """Return the next batch, and report its duration to Paddle's profiler and timer."""
-        timer = benchmark()
+        timer = self._timer
         timer.check_if_need_record(self._timed)
         timer.before_reader()
         with RecordEvent("paddle_shard: next batch"):

@@ -42,6 +42,7 @@ class Placing:
         self._setup = setup
         self._start = start
         self._maker = TensorMaker(setup.dataloader.places[0])
+        self._sliced_layout = setup.sliced_layout
 
     def __call__(self, batch: Batch) -> Batch:
         """Place a batch, or leave the rest to `batch.finish` if only the training thread may do it.
@@ -68,7 +69,7 @@ class Placing:
         except Exception as error:
             raise read_error(error, step, MAKING_TENSORS) from None
         batch.placed = recipe
-        batch.count(setup.sliced_layout)
+        batch.count(self._sliced_layout)
         return batch
 
     def _summarize(self, batch: Batch) -> None:

@@ -56,9 +56,8 @@ class Counts:
         """Count a delivered batch."""
         self.batches += 1
         self.samples += batch.num_valid
-        if batch.num_valid < batch.num_rows:
-            self.skipped += batch.num_skipped
-            self.padding += batch.num_rows - batch.num_valid - batch.num_skipped
+        self.skipped += batch.num_skipped
+        self.padding += batch.num_padding
         if batch.step.load[0]:
             self.largest_cost += batch.step.load[0]
             self.mean_cost += batch.step.load[1]

@@ -68,6 +68,7 @@ class Batch:
     """Rows of this process that are valid."""
     num_skipped: int = 0
     """Rows of this process whose sample could not be read, without padding."""
+    num_padding: int = 0
     delivered_ids: tuple[Ids, int] = ((), 0)
     """The ids of the valid samples in this process's slice, and the number of skipped ones."""
     exhausted: bool = False
@@ -116,13 +117,13 @@ class Batch:
         """
         ids = self.step.ids
         num_rows = self.num_valid = self.num_rows
-        self.num_skipped = 0
         self.delivered_ids = ids, 0
         is_whole = self.is_padding is None and self.is_skipped is None
         if not is_whole:
             is_valid, is_skipped = self._masks()
             self.num_valid = int(is_valid.sum())
             self.num_skipped = int(is_skipped.sum())
+            self.num_padding = num_rows - self.num_valid - self.num_skipped
         if layout is None or len(ids) != num_rows:
             return
         rows = (
@@ -182,9 +183,7 @@ def joined(
         is_padding=is_padding,
         has_new=chunk.has_new,
         digest=chunk.digest or step.digest,
-        profile=next(
-            (chunk.profile for chunk in chunks if chunk.profile), None
-        ),
+        profile=chunk.profile,
     )
     if chunk.skipped:
         num_rows = len(step.ids) if is_padding is None else len(is_padding)
@@ -212,6 +211,9 @@ def _joined_chunk(
         value=take_rows(values, sizes, order, even) if is_filled else None,
         is_padding=is_padding,
         has_new=any(chunk.has_new for chunk in chunks),
+        profile=next(
+            (chunk.profile for chunk in chunks if chunk.profile), None
+        ),
         skipped=[
             (int(place[row]), reason)
             for chunk, place in zip(chunks, places, strict=True)

@@ -250,14 +250,14 @@ class ChunkReader(Reader):
             self.rng.seed(request.opening.key(0, "collate", request.step))
         if request.whole_items:
             return self._whole_batch(samples[0]), []
+        if not self._how.skip_errors:
+            return self._collate(samples), []
         parts = request.opening.parts
-        failed = {}
-        if self._how.skip_errors:
-            failed = {
-                row: sample.why
-                for row, sample in enumerate(samples)
-                if isinstance(sample, Unreadable)
-            }
+        failed = {
+            row: sample.why
+            for row, sample in enumerate(samples)
+            if isinstance(sample, Unreadable)
+        }
         if len(failed) == len(samples) and self._placeholder is None:
             with contextlib.suppress(LookupError):
                 self._placeholder = self._padding.of(parts[0])

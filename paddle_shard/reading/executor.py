@@ -110,7 +110,7 @@ class _ReadingExecutor(Executor):
             for _, reason in answer.skipped:
                 _log.warning("skipped %s", reason, stacklevel=caller_level())
             chunks.append(answer)
-        if len({chunk.digest for chunk in chunks}) > 1:
+        if len(chunks) > 1 and len({chunk.digest for chunk in chunks}) > 1:
             raise DifferentDataError(
                 f"step {step.number}: the workers of this rank have read different data, though each reads the "
                 "same stream and keeps its own rows. Seed what draws random numbers in it alike in all of them. "
@@ -175,7 +175,7 @@ class InlineExecutor(_ReadingExecutor):
         self._steps.append(step)
         # Enough steps that all threads are busy while one step is taken.
         self.depth = 1 + -(-self._reader.num_threads // max(1, len(step.ids)))
-        if not self._is_first:
+        if self._reader.num_threads and not self._is_first:
             self._reader.begin(step)
 
     def take(self, *, in_thread: bool = False) -> Batch:

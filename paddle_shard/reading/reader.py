@@ -177,15 +177,13 @@ class Reader:
         failed: dict[int, str],
         name_of: Callable[[int], str],
     ) -> tuple[Any, list[tuple[int, str]]]:
-        """Return the batch of some samples, and (row, reason) of the rows that hold another sample.
+        """Return the batch of some samples, and (row, reason) of those that could not be read (`on_error="skip"`).
 
         Args:
             samples: One for each row.
             failed: Row -> why its sample could not be read.
             name_of: Returns the name of a row's sample, for messages.
         """
-        if not self._how.skip_errors:
-            return self._collate(samples), []
         value = collate_skipping(
             samples, failed, self._collate, _zeros_like(self._placeholder)
         )
@@ -340,9 +338,9 @@ class IdReader(Reader):
         failed: dict[int, str] = {}
         get_sample = self.dataset.__getitem__
         seeds = self.rng.seeds
-        self.begin(step)
-        begun = self._begun.pop((step.epoch, step.number), None)
-        if begun is not None:
+        if self.num_threads and not seeds:
+            self.begin(step)
+            begun = self._begun.pop((step.epoch, step.number))
             results = map(Future.result, begun)
             get_sample = lambda _: next(results)  # noqa: E731
         skipped_errors: Any = Exception if self._how.skip_errors else ()
@@ -368,6 +366,8 @@ class IdReader(Reader):
         self._begin_collating(step, len(samples))
         if self._how.items_are_batches:
             return Chunk(self._whole_batch(samples[0]))
+        if not self._how.skip_errors:
+            return Chunk(self._collate(samples))
         value, skipped = self._collated(
             samples, failed, lambda row: f"sample {self._name_of(ids[row])!r}"
         )
