@@ -110,7 +110,8 @@ class BatchPlacer:
         """
         fields = self._fields(batch)
         leaves: list[Any] = []
-        form = type(batch), key, _form(fields, leaves)
+        forms = [_form(value, leaves) for value in fields.values()]
+        form = type(batch), key, *fields, *forms
         recipe = self._recipes.get(form)
         if recipe is None:
             recipe = self._compile(batch, fields, rows_of(batch))
