@@ -219,18 +219,21 @@ def start_ranks(
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    endpoints = _free_endpoints(num_ranks + 1)  # the ranks', then the store's
     variables = job_variables(folder, env, timeout)
     name = f"{Path(script).name} on {num_ranks} ranks"
     job = Job(name, folder, processes or Processes(folder))
     command = [str(script), *map(str, args)]
-    try:
-        for rank in range(num_ranks):
-            of_rank = variables | _rank_variables(num_ranks, rank, endpoints)
-            job.start(command, of_rank, f"workerlog.{rank}")
-        yield job
-    finally:
-        job.kill()
+    # the ranks', then the store's
+    with _reserved_endpoints(num_ranks + 1) as endpoints:
+        try:
+            for rank in range(num_ranks):
+                of_rank = variables | _rank_variables(
+                    num_ranks, rank, endpoints
+                )
+                job.start(command, of_rank, f"workerlog.{rank}")
+            yield job
+        finally:
+            job.kill()
 
 
 def run_ranks(
@@ -278,13 +281,21 @@ def job_variables(
     return variables | dict(env or {})
 
 
-def _free_endpoints(count: int) -> list[str]:
-    """Return free ports of this host."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [bound.getsockname()[1] for bound in sockets]
-    for bound in sockets:
-        bound.close()
-    return [f"127.0.0.1:{port}" for port in ports]
+@contextlib.contextmanager
+def _reserved_endpoints(count: int) -> Iterator[list[str]]:
+    """Reserve free ports of this host for a job, whose processes listen on them.
+
+    A bound socket that does not listen keeps a port from all who ask for any free one, but not from those who ask for
+    this one with SO_REUSEADDR, as Paddle's store does.
+    """
+    with contextlib.ExitStack() as opened:
+        endpoints = []
+        for _ in range(count):
+            bound = opened.enter_context(socket.socket())
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(("127.0.0.1", 0))
+            endpoints.append(f"127.0.0.1:{bound.getsockname()[1]}")
+        yield endpoints
 
 
 def _rank_variables(

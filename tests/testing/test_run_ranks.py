@@ -57,6 +57,28 @@ def test_run_ranks_returns_reports_in_rank_order(tmp_path, processes):
     ]
 
 
+def test_start_ranks_keeps_its_ports_for_its_ranks(tmp_path):
+    body = """
+import socket
+def can_bind(port, reuse):
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+endpoints = [os.environ["PADDLE_MASTER"], os.environ["PADDLE_CURRENT_ENDPOINT"]]
+ports = [int(endpoint.rpartition(":")[2]) for endpoint in endpoints]
+report([[can_bind(port, reuse) for reuse in (0, 1)] for port in ports])
+"""
+
+    [bindings] = run_ranks(script(tmp_path, body), 1, tmp_path / "run")
+
+    # Paddle's store reuses addresses
+    assert bindings == [[False, True]] * 2
+
+
 def test_job_kill_waits_for_ranks_that_end_slowly(
     tmp_path,
 ):
