@@ -297,8 +297,8 @@ def certify(
     epoch: int,
     plan: ShardPlan | None,
     skips: Ranges,
-    end: int | None = None,
-    drawn_by: str = "",
+    end: int | None,
+    drawn_by: str,
 ) -> Certificate:
     """Return what the accounts of all ranks prove of an epoch.
 
