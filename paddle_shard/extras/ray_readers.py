@@ -123,8 +123,7 @@ class ReadingActor:
                 )
                 folder = "/proc"  # no file of a user is there
             os.chdir(folder)
-        self._guard = paddle.base.dygraph.guard(place=paddle.CPUPlace())
-        self._guard.__enter__()
+        paddle.set_device("cpu")
         worker_settings = pickle.loads(ray.get(settings[0]))
         self._reader = worker_settings.reader
         self._failure = set_up(number, worker_settings, seed)

@@ -136,7 +136,7 @@ class LoaderState:
         """Reject a loader whose fingerprint differs from the saved one where `override` does not allow it."""
         then = self._before_position(self.fingerprint)
         now = self._before_position(
-            {"order_version": ORDER_VERSION, **fingerprint}
+            {**fingerprint, "order_version": ORDER_VERSION}
         )
         names = sorted({*now, *then})
         different = [name for name in names if now.get(name) != then.get(name)]

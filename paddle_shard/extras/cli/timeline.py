@@ -83,9 +83,8 @@ class RecordedJob:
 
     def state_in(self, line: Json) -> LoaderState:
         """Return the state in a line, without what only the loader needs."""
-        order = dict(self.first_line["fingerprint"])
-        rest = {"fingerprint": dict(order), "sampler": None, "data": None}
-        order.pop("order_version", None)
+        order = self.first_line["fingerprint"]
+        rest = {"fingerprint": order, "sampler": None, "data": None}
         return LoaderState.from_dict(sealed({**line["state"], **rest}), order)
 
 
@@ -200,6 +199,8 @@ class _Segment:
     """The segment that it continues; None if no line shows it."""
     num_parent_lines: int = 0
     """Number of lines of the parent that lead to it."""
+    num_counted: int = 0
+    """Number of lines that lead to the end of the run."""
 
     def deliveries(self, num_lines: int) -> dict[int, Delivery]:
         """Return the deliveries of the first lines, by the number of their iterator."""
@@ -237,9 +238,9 @@ def timeline(lines: Sequence[Json]) -> Timeline:
         raise ArgumentError("the record has no pass yet.")
     # The newest segment is the end of the run. Count the lines of each segment that lead to it.
     first = segments[-1]
-    num_counted = {id(first): len(first.lines)}
+    first.num_counted = len(first.lines)
     while first.parent is not None:
-        num_counted[id(first.parent)] = first.num_parent_lines
+        first.parent.num_counted = first.num_parent_lines
         first = first.parent
     is_resumed = first.lines[0]["line"] == "resume"
     began_at = first.job.state_in(first.lines[0]) if is_resumed else None
@@ -247,11 +248,10 @@ def timeline(lines: Sequence[Json]) -> Timeline:
     run = Timeline(last_job=segments[-1].job, began_at=began_at)
     counted = {}
     for segment in segments:
-        num_lines = num_counted.get(id(segment), 0)
-        counted = segment.deliveries(num_lines)
+        counted = segment.deliveries(segment.num_counted)
         run.deliveries += counted.values()
         run.lost += _lost(segment, counted)
-        for line in segment.lines[:num_lines]:
+        for line in segment.lines[: segment.num_counted]:
             if line["line"] in _WITH_STATES:
                 run.states[line["state"]["epoch"]] = segment.job.state_in(line)
     for delivery in list(counted.values())[-1:]:
