@@ -23,7 +23,7 @@ import paddle
 
 from paddle_shard.core.checks import check_count
 from paddle_shard.data.files.files import needs
-from paddle_shard.errors import described
+from paddle_shard.errors import DataReadError, described
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.serialization import pickled
 from paddle_shard.reading.worker import set_up
@@ -171,11 +171,13 @@ class RayPool(WorkerPool):
         self._seed = new_worker_seed()
         self._settings_ref: Any = None
         self._actors: list[_Worker] = []
-        self._broken: WorkersLostError | None = None
 
     def start(self) -> None:
-        """Create the actors. An error is that of the first batch, on all ranks."""
-        self._broken = None
+        """Create the actors.
+
+        Raises:
+            DataReadError: There is no cluster, or it takes no actors.
+        """
         if self._actors:
             return
         try:
@@ -189,10 +191,9 @@ class RayPool(WorkerPool):
                 for number in range(self.num_workers)
             ]
         except Exception as error:
-            self._broken = WorkersLostError(
-                f"the readers cannot be started: {described(error)}", 0
-            )
-            self._broken.__cause__ = error
+            raise DataReadError(
+                f"RayReaders: the actors cannot be started: {described(error)}"
+            ) from error
 
     def _create(self, number: int) -> Any:
         """Return the handle of a new actor for a worker."""
@@ -220,16 +221,12 @@ class RayPool(WorkerPool):
         Raises:
             Exception: Whatever pickling raises.
         """
-        if self._broken is not None:
-            return
         from ray import cloudpickle
 
         self._actors[number].send(cloudpickle.dumps((request, is_first)))
 
     def receive(self, number: int) -> Any:
         """See `WorkerPool`."""
-        if self._broken is not None:
-            raise self._broken
         import ray
 
         worker = self._actors[number]
