@@ -7,7 +7,7 @@ import json
 import re
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from paddle_shard.errors import StateError
@@ -124,11 +124,12 @@ class LoaderState:
             "segments": tuple(map(tuple, saved["segments"])),
             "certificate": account_from_json(saved["certificate"]),
         }
+        if _OTHER_SAMPLES & {*override}:
+            values["data"] = None
         del values["version"], values["checksum"]
         state = cls(**values)
         state._check_same_run(fingerprint, override)
-        has_other_samples = bool(_OTHER_SAMPLES & {*override})
-        return replace(state, data=None) if has_other_samples else state
+        return state
 
     def _check_same_run(
         self, fingerprint: Fingerprint, override: Collection[str]
