@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -278,7 +279,7 @@ class RayPool(WorkerPool):
             WorkersLostError: Too many have died without an answer.
         """
         worker = self._actors[number]
-        reason = " ".join(str(error).split())[:_MOST_TEXT]
+        reason = shorten(str(error), _MOST_TEXT)
         worker.deaths.append(f"{type(error).__name__}: {reason}")
         if len(worker.deaths) >= MOST_DEATHS:
             text = f"{MOST_DEATHS} actors in a row died before they could read the next rows"
@@ -303,10 +304,6 @@ class RayPool(WorkerPool):
             free = ray.available_resources().get("CPU", 0)
             return f"Each actor takes one CPU, and some seconds to start; {free:g} CPUs of the cluster are free."
         return "Ray does not answer either."
-
-    def let_go(self) -> None:
-        """End the actors; nothing more is requested."""
-        self.shut_down()
 
     def shut_down(self) -> None:
         """End the actors without waiting for them; safe to call again."""
