@@ -21,6 +21,7 @@ from paddle_shard.plan.certificate import (
     Total,
     added,
     certify,
+    ranges_text,
     total_of_plan,
 )
 from paddle_shard.plan.shard_plan import ShardPlan, skipped_positions
@@ -169,7 +170,7 @@ def _compared_sums(
             "state_dict()"
         )
         return
-    ranges = ", ".join(f"[{first}, {end})" for first, end in read.once)
+    ranges = ranges_text(read.once)
     expected = _expected_total(read, deliveries)
     if expected is None:
         notes.append(
