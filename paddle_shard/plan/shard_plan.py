@@ -28,8 +28,6 @@ from paddle_shard.plan.skips import Ranges, is_in
 from paddle_shard.plan.step import (
     GlobalBatch,
     Mask,
-    Step,
-    rank_steps,
 )
 from paddle_shard.plan.tails import Tail, find_tail
 
@@ -428,23 +426,6 @@ def global_batches(
             take=partial(plan._samples_at_rows, order, epoch, first),
             valid=valid,
         )
-
-
-def step_of_plan(
-    plan: ShardPlan,
-    epoch: int,
-    step: int,
-    skips: Ranges,
-) -> Step | None:
-    """Return a step of a plan with all its rows; None if it is skipped."""
-    batches = global_batches(plan, epoch, [step])
-    steps = rank_steps(
-        batches,
-        epoch,
-        lambda num_rows, _: range(num_rows),
-        skips=skips,
-    )
-    return next(steps, None)
 
 
 def num_skipped_steps(num_steps: int, skips: Ranges, since: int = 0) -> int:
