@@ -156,7 +156,7 @@ def _compared_sums(
 ) -> Iterator[tuple[str, int]]:
     """Yield a problem, and how many samples were not read, if the sums of all ranks differ from those of the order."""
     epoch = deliveries[-1].start.epoch
-    account = run.states[epoch].certificate if epoch in run.states else {}
+    account = run.accounts.get(epoch, {})
     # A single data rank has all rows.
     whole = [
         {ALL: delivered}

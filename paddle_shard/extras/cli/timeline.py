@@ -16,6 +16,7 @@ from paddle_shard.data.samplers import PlanBatches
 from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.answer import Json
 from paddle_shard.extras.cli.places import Meshes
+from paddle_shard.plan.certificate import Account
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, rows_of_sample
@@ -138,8 +139,8 @@ class Timeline:
     """Deliveries that count, in their order; also empty ones, if they found the end of an epoch or are open."""
     lost: list[Delivery] = field(default_factory=list)
     """Deliveries that do not count, since no position from which the run was resumed holds them."""
-    states: dict[int, LoaderState] = field(default_factory=dict)
-    """The newest state of each epoch."""
+    accounts: dict[int, Account] = field(default_factory=dict)
+    """The deliveries of each epoch by its newest state."""
 
     @property
     def epochs(self) -> list[int]:
@@ -253,7 +254,8 @@ def timeline(lines: Sequence[Json]) -> Timeline:
         run.lost += _lost(segment, counted)
         for line in segment.lines[: segment.num_counted]:
             if line["line"] in _WITH_STATES:
-                run.states[line["state"]["epoch"]] = segment.job.state_in(line)
+                state = segment.job.state_in(line)
+                run.accounts[state.epoch] = state.certificate
     for delivery in list(counted.values())[-1:]:
         delivery.is_open = not delivery.is_ended
     run.deliveries = [
