@@ -15,7 +15,7 @@ import numpy as np
 from paddle_shard.core.checks import check_count, listed
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.partition import Rows, check_batch_size
-from paddle_shard.plan.tails import TAILS, Tail
+from paddle_shard.plan.tails import PAD, Tail
 
 MAX_PARTS = 64
 """Most parts that are chosen by default."""
@@ -41,7 +41,7 @@ class PartsPlan:
     """Product of the sizes of the data axes; the least common multiple if meshes differ."""
     accumulation: int = 1
     """Micro-batches in a global batch."""
-    tail: Tail = TAILS["pad"]
+    tail: Tail = PAD
     """What to do if the parts end at different times. "pad": continue to the end of the longest part; missing rows
     are invalid copies of the part's first sample (if the part is empty, of the first sample of the lowest part that
     has one). "drop": stop before the first batch that is not whole. "repeat": reopen a part that has ended, until the
