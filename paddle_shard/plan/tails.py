@@ -110,7 +110,7 @@ INDEX_TAILS = (PAD, FILL, DROP, ERROR)
 """Those that data sets with an index can use."""
 STREAM_TAILS = (PAD, DROP, REPEAT, ERROR)
 """Those that streams can use, whose parts end at different times."""
-TAILS = {str(tail): tail for tail in (*INDEX_TAILS, REPEAT)}
+TAILS = {str(tail): tail for tail in (*INDEX_TAILS, *STREAM_TAILS)}
 """All tails, by name."""
 
 
