@@ -173,7 +173,6 @@ def choose_num_parts(micro_rows: int, num_shards: int | None = None) -> int:
     most = min(MAX_PARTS, micro_rows)
     if num_shards is not None:
         most = min(most, max(1, num_shards))
-    divisors = [
+    return max(
         number for number in range(1, most + 1) if micro_rows % number == 0
-    ]
-    return divisors[-1]
+    )
