@@ -42,8 +42,8 @@ from paddle_shard.extras.checkpoint_parts import (
     part_of,
     without_sums,
 )
-from paddle_shard.ranks.agreeing import gather_payloads
 from paddle_shard.ranks.rendezvous import num_ranks
+from paddle_shard.run.run import gathered
 
 Values = dict[str, Any]
 """Values by name or path."""
@@ -279,12 +279,9 @@ class Checkpoints:
             kind = type(error).__name__
             result = text_of(error)
         label = f"Checkpoints.{call}()"
-        texts = gather_payloads(
-            self._ranks, json.dumps([kind, result]), _TIMEOUT, label
-        )
+        reports = gathered([kind, result], self._ranks, _TIMEOUT, label)
         if isinstance(error, PaddleShardError):
             raise error
-        reports = [json.loads(text) for text in texts]
         for rank, (kind, text) in enumerate(reports):
             if kind == TakenOverError.__name__:
                 raise TakenOverError(text)

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ import paddle
 
 from paddle_shard.core.checks import check_count
 from paddle_shard.data.files.files import needs
-from paddle_shard.errors import described
+from paddle_shard.errors import DataReadError, described
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.serialization import pickled
 from paddle_shard.reading.worker import set_up
@@ -123,8 +124,7 @@ class ReadingActor:
                 )
                 folder = "/proc"  # no file of a user is there
             os.chdir(folder)
-        self._guard = paddle.base.dygraph.guard(place=paddle.CPUPlace())
-        self._guard.__enter__()
+        paddle.set_device("cpu")
         worker_settings = pickle.loads(ray.get(settings[0]))
         self._reader = worker_settings.reader
         self._failure = set_up(number, worker_settings, seed)
@@ -172,11 +172,13 @@ class RayPool(WorkerPool):
         self._seed = new_worker_seed()
         self._settings_ref: Any = None
         self._actors: list[_Worker] = []
-        self._broken: WorkersLostError | None = None
 
     def start(self) -> None:
-        """Create the actors. An error is that of the first batch, on all ranks."""
-        self._broken = None
+        """Create the actors.
+
+        Raises:
+            DataReadError: There is no cluster, or it takes no actors.
+        """
         if self._actors:
             return
         try:
@@ -190,10 +192,9 @@ class RayPool(WorkerPool):
                 for number in range(self.num_workers)
             ]
         except Exception as error:
-            self._broken = WorkersLostError(
-                f"the readers cannot be started: {described(error)}", 0
-            )
-            self._broken.__cause__ = error
+            raise DataReadError(
+                f"RayReaders: the actors cannot be started: {described(error)}"
+            ) from error
 
     def _create(self, number: int) -> Any:
         """Return the handle of a new actor for a worker."""
@@ -221,16 +222,12 @@ class RayPool(WorkerPool):
         Raises:
             Exception: Whatever pickling raises.
         """
-        if self._broken is not None:
-            return
         from ray import cloudpickle
 
         self._actors[number].send(cloudpickle.dumps((request, is_first)))
 
     def receive(self, number: int) -> Any:
         """See `WorkerPool`."""
-        if self._broken is not None:
-            raise self._broken
         import ray
 
         worker = self._actors[number]
@@ -282,7 +279,7 @@ class RayPool(WorkerPool):
             WorkersLostError: Too many have died without an answer.
         """
         worker = self._actors[number]
-        reason = " ".join(str(error).split())[:_MOST_TEXT]
+        reason = shorten(str(error), _MOST_TEXT)
         worker.deaths.append(f"{type(error).__name__}: {reason}")
         if len(worker.deaths) >= MOST_DEATHS:
             text = f"{MOST_DEATHS} actors in a row died before they could read the next rows"
@@ -307,10 +304,6 @@ class RayPool(WorkerPool):
             free = ray.available_resources().get("CPU", 0)
             return f"Each actor takes one CPU, and some seconds to start; {free:g} CPUs of the cluster are free."
         return "Ray does not answer either."
-
-    def let_go(self) -> None:
-        """End the actors; nothing more is requested."""
-        self.shut_down()
 
     def shut_down(self) -> None:
         """End the actors without waiting for them; safe to call again."""

@@ -214,7 +214,7 @@ class ShardIterator:
 def _warn_if_uneven(setup: LoaderSetup) -> None:
     """Log, at the end of an epoch of a stream, which share of the rows was padding: once, and if it is more."""
     stream = setup.source.stream
-    if stream is None or stream.whole_items or not stream.plan.ending.pads:
+    if stream is None or stream.whole_items or not stream.plan.tail.pads:
         return
     counts = setup.stats.epoch
     rows = counts.samples + counts.padding + counts.skipped

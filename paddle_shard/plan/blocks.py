@@ -47,7 +47,10 @@ class Blocks(Ordering):
 
     def __post_init__(self) -> None:
         for name, meaning in (
-            ("size", "samples in a block on disk"),
+            (
+                "size",
+                "samples in a block on disk, or the data set's block_size",
+            ),
             ("window", "blocks that are mixed"),
         ):
             count = check_count(
@@ -99,11 +102,7 @@ class Blocks(Ordering):
         Raises:
             ArgumentError: Its `block_size` is not an int >= 1.
         """
-        size = check_count(
-            f"shuffle='blocks': block_size of the {type(dataset).__name__}",
-            getattr(dataset, "block_size", self.size),
-            meaning="samples in a block on disk; or give shuffle=paddle_shard.Blocks(size=...)",
-        )
+        size = getattr(dataset, "block_size", self.size)
         return Blocks(size=size, window=self.window)
 
 

@@ -212,7 +212,7 @@ def _of_all(account: Account, problems: list[str]) -> Account:
         if missing:
             whole |= slices
             problems.append(
-                f"what data ranks {missing} of {num_data_ranks} delivered in {_ranges_text(most.once)} is {UNKNOWN}: "
+                f"what data ranks {missing} of {num_data_ranks} delivered in {ranges_text(most.once)} is {UNKNOWN}: "
                 "call certificate() on all ranks before state_dict(), or load every rank's own state"
             )
             continue
@@ -230,7 +230,8 @@ def _of_all(account: Account, problems: list[str]) -> Account:
     return whole
 
 
-def _ranges_text(ranges: Ranges) -> str:
+def ranges_text(ranges: Ranges) -> str:
+    """Return ranges of positions as text."""
     return ", ".join(f"[{first}, {end})" for first, end in ranges)
 
 
@@ -297,8 +298,8 @@ def certify(
     epoch: int,
     plan: ShardPlan | None,
     skips: Ranges,
-    end: int | None = None,
-    drawn_by: str = "",
+    end: int | None,
+    drawn_by: str | None,
 ) -> Certificate:
     """Return what the accounts of all ranks prove of an epoch.
 
@@ -308,7 +309,7 @@ def certify(
         plan: Its order; None if a sampler of the user's own decides it.
         skips: The skipped steps of the epoch.
         end: The position at which the sampler has ended; None if no iterator has seen it.
-        drawn_by: The sampler's name.
+        drawn_by: The sampler's name; not used if there is a plan.
     """
     account, problems = merged(accounts)
     delivered = account.get(ALL, Delivered())
@@ -317,15 +318,14 @@ def certify(
     reached = delivered.once[-1][1] if delivered.once else 0
     # Of ranges that were delivered several times, only the number of samples is known.
     expected = delivered.total._replace(num=delivered.total.expected)
-    where = f"positions {_ranges_text(delivered.once)}"
-    facts: dict[str, Any]
+    where = f"positions {ranges_text(delivered.once)}"
+    dropped = 0
     if plan is None:
         # An epoch that was drawn several times has skipped the same samples each time.
         num_drawn = sum(stop - first for first, stop in drawn.once)
         skipped = drawn.total.expected - drawn.total.num
         skipped = skipped * num_drawn // max(1, drawn.total.expected)
         num_samples = (reached if end is None else end) - skipped
-        facts = {"drawn_by": drawn_by}
         if is_known:
             expected = drawn.total
             where = "the sampler's batches"
@@ -338,7 +338,7 @@ def certify(
             for positions in skipped_positions(plan, skips)
         )
         dropped = plan.num_samples - num_samples - skipped
-        facts = {"dropped": dropped, "drawn_by": plan.ordering.drawn_by}
+        drawn_by = plan.ordering.drawn_by
         if not delivered.again:
             expected = plus(*(between(*stretch) for stretch in delivered.once))
 
@@ -374,6 +374,7 @@ def certify(
     return Certificate(
         epoch=epoch,
         num_samples=num_samples,
+        dropped=dropped,
         skipped=skipped,
         delivered=num,
         missed=missed,
@@ -384,7 +385,7 @@ def certify(
         else 0,
         repeated=num - num_samples + missed,
         problems=tuple(dict.fromkeys(problems)),
-        **facts,
+        drawn_by=drawn_by,
     )
 
 

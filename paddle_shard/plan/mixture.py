@@ -203,8 +203,7 @@ class Draws:
         numbers = np.searchsorted(self._firsts, positions, side="right") - 1
         sources = np.empty_like(positions)
         draws = np.empty_like(positions)
-        for number in np.flatnonzero(np.bincount(numbers)).tolist():
-            chosen = numbers == number
+        for chosen, [number] in groups_by_key(numbers):
             places = positions[chosen] - self._firsts[number]
             sources[chosen], counts = self._sequences[number].sources_at(places)
             draws[chosen] = counts + self._before(number)[sources[chosen]]
@@ -218,10 +217,9 @@ class Draws:
             for segment in range(len(self._segments))
         ]
         numbers = np.searchsorted(begins, draws, side="right") - 1
-        for number in np.unique(numbers).tolist():
+        for chosen, [number] in groups_by_key(numbers):
             first, weights = self._segments[number]
             if weights[source]:
-                chosen = numbers == number
                 draws_in_segment = draws[chosen] - begins[number]
                 places = self._sequences[number].inverse(
                     source, draws_in_segment

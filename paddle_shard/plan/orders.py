@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -59,7 +59,6 @@ class PaddleOrder(Order):
         super().__init__(length)
         self._table = np.arange(length)
         np.random.RandomState(seed).shuffle(self._table)
-        self._inverse: Indices | None = None
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the sample at each position."""
@@ -67,9 +66,11 @@ class PaddleOrder(Order):
 
     def inverse(self, samples: Indices) -> Indices:
         """Return the position of each sample."""
-        if self._inverse is None:  # only `where` needs it
-            self._inverse = np.argsort(self._table)
         return self._inverse[samples]
+
+    @cached_property
+    def _inverse(self) -> Indices:
+        return np.argsort(self._table)
 
 
 _paddle_order = lru_cache(maxsize=2)(PaddleOrder)
@@ -124,10 +125,8 @@ class PaddleOrdering(PaddleSequential):
 
 
 ORDERINGS: dict[bool | str, Ordering] = {
-    False: Sequential(),
-    True: Shuffled(),
-    "blocks": Blocks(),
-    "paddle": PaddleOrdering(),
+    ordering.name: ordering
+    for ordering in (Sequential(), Shuffled(), Blocks(), PaddleOrdering())
 }
 """All named orders, by their name in `shuffle=`."""
 

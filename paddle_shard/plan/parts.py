@@ -15,7 +15,7 @@ import numpy as np
 from paddle_shard.core.checks import check_count, listed
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.partition import Rows, check_batch_size
-from paddle_shard.plan.tails import Tail, find_tail
+from paddle_shard.plan.tails import PAD, Tail
 
 MAX_PARTS = 64
 """Most parts that are chosen by default."""
@@ -27,7 +27,7 @@ class PartsPlan:
 
     Examples:
         >>> plan = PartsPlan(batch_size=8, num_parts=4, num_data_ranks=2)
-        >>> plan.parts_of(1), plan.rows_of((2, 3)).tolist()
+        >>> plan.parts_of(1, 2), plan.rows_of((2, 3)).tolist()
         ((2, 3), [4, 5, 6, 7])
         >>> plan.num_steps([6, 5, 6, 6])
         3
@@ -41,7 +41,7 @@ class PartsPlan:
     """Product of the sizes of the data axes; the least common multiple if meshes differ."""
     accumulation: int = 1
     """Micro-batches in a global batch."""
-    tail: str = "pad"
+    tail: Tail = PAD
     """What to do if the parts end at different times. "pad": continue to the end of the longest part; missing rows
     are invalid copies of the part's first sample (if the part is empty, of the first sample of the lowest part that
     has one). "drop": stop before the first batch that is not whole. "repeat": reopen a part that has ended, until the
@@ -50,19 +50,12 @@ class PartsPlan:
     """Exact number of steps, for any lengths: parts that end are reopened. None: the tail decides."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "batch_size",
-            "num_parts",
-            "num_data_ranks",
-            "accumulation",
-        ):
-            check_count(name, getattr(self, name))
+        check_count("accumulation", self.accumulation)
         if self.num_batches is not None:
             check_count("num_batches", self.num_batches)
         check_batch_size(
             self.batch_size, self.num_data_ranks, self.accumulation
         )
-        find_tail(self.tail, stream=True)
         multiples = range(
             self.num_data_ranks, self.micro_rows + 1, self.num_data_ranks
         )
@@ -76,11 +69,6 @@ class PartsPlan:
                 "and shards that are not counted make at most as many parts: count them (counts=True), or have more. "
                 f"Values that work: {listed(works)}."
             )
-
-    @property
-    def ending(self) -> Tail:
-        """The remainder policy that `tail` names."""
-        return find_tail(self.tail, stream=True)
 
     @property
     def micro_rows(self) -> int:
@@ -100,18 +88,16 @@ class PartsPlan:
     @property
     def repeats(self) -> bool:
         """True if a part that ends is reopened."""
-        return self.ending.repeats or self.num_batches is not None
+        return self.tail.repeats or self.num_batches is not None
 
-    def parts_of(
-        self, data_rank: int, num_data_ranks: int | None = None
-    ) -> tuple[int, ...]:
+    def parts_of(self, data_rank: int, num_data_ranks: int) -> tuple[int, ...]:
         """Return the parts that a data rank holds.
 
         Args:
             data_rank: The data rank, in `range(num_data_ranks)`.
-            num_data_ranks: Data ranks of a field that is split over fewer than the plan's; None: the plan's.
+            num_data_ranks: Data ranks of the field that is read: the plan's, or fewer.
         """
-        count = self.num_parts // (num_data_ranks or self.num_data_ranks)
+        count = self.num_parts // num_data_ranks
         return tuple(range(data_rank * count, (data_rank + 1) * count))
 
     def rows_of(self, parts: Sequence[int]) -> Rows:
@@ -139,13 +125,13 @@ class PartsPlan:
             return self.num_batches
         size = self.samples_per_part
         end_together = min(lengths) == max(lengths) and lengths[0] % size == 0
-        if self.ending.refuses and not end_together:
+        if self.tail.refuses and not end_together:
             raise ArgumentError(
                 f"tail='error': the stream's {self.num_parts} parts have {listed(lengths)} samples, so they do not "
                 f"end together with a whole batch ({size} of each part). Choose tail='pad', 'drop' or 'repeat', or "
                 "num_batches=."
             )
-        return self.ending.num_steps(lengths, size)
+        return self.tail.num_steps(lengths, size)
 
 
 def nothing_to_repeat(
@@ -187,7 +173,6 @@ def choose_num_parts(micro_rows: int, num_shards: int | None = None) -> int:
     most = min(MAX_PARTS, micro_rows)
     if num_shards is not None:
         most = min(most, max(1, num_shards))
-    divisors = [
+    return max(
         number for number in range(1, most + 1) if micro_rows % number == 0
-    ]
-    return divisors[-1]
+    )

@@ -26,11 +26,8 @@ from paddle_shard.plan.partition import (
 from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.skips import Ranges, is_in
 from paddle_shard.plan.step import (
-    BalanceRows,
     GlobalBatch,
     Mask,
-    Step,
-    rank_steps,
 )
 from paddle_shard.plan.tails import Tail, find_tail
 
@@ -147,7 +144,8 @@ class Where:
     step: int
     """The step of the epoch, from 0."""
     data_rank: int | None = None
-    """The data rank; None if the batch of that step cannot be split evenly over these data ranks."""
+    """The data rank; None if the batch of that step cannot be split evenly over these data ranks, or if `balance=`
+    assigns its rows."""
     row: int | None = None
     """The row in that data rank's slice: `indices(epoch=, step=, data_rank=)[row]` is the sample."""
 
@@ -430,25 +428,6 @@ def global_batches(
         )
 
 
-def step_of_plan(
-    plan: ShardPlan,
-    epoch: int,
-    step: int,
-    skips: Ranges,
-    balance_rows: BalanceRows | None = None,
-) -> Step | None:
-    """Return a step of a plan with all its rows; None if it is skipped."""
-    batches = global_batches(plan, epoch, [step])
-    steps = rank_steps(
-        batches,
-        epoch,
-        lambda num_rows, _: range(num_rows),
-        skips=skips,
-        balance_rows=balance_rows,
-    )
-    return next(steps, None)
-
-
 def num_skipped_steps(num_steps: int, skips: Ranges, since: int = 0) -> int:
     """Return how many of the steps [since, num_steps) of an epoch are skipped."""
     return sum(
@@ -473,9 +452,8 @@ def rows_of_sample(
     epoch: int,
     sample: Any,
     skips: Ranges,
-    balance_rows: BalanceRows | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Yield (step, row of its global batch) for each delivery of a sample in an epoch; see `places_of`."""
+    """Yield (step, row of its global batch) for each delivery of a sample in an epoch, without `balance=`."""
     order = plan.order(epoch=epoch)
     if isinstance(order, MixtureOrder):
         positions = order.occurrences(*order.mixing.numbers_of(sample))
@@ -483,18 +461,9 @@ def rows_of_sample(
         check_count("sample", sample, 0, plan.num_samples - 1)
         positions = order.inverse(np.array([sample])).tolist()
     for position in positions:
-        number, row = plan._table.step_and_row(position)
-        if number >= plan.num_steps or is_in(skips, number):
-            continue
-        step = balance_rows and step_of_plan(
-            plan, epoch, number, skips, balance_rows
-        )
-        if step is not None:
-            is_sample = np.asarray(step.ids) == order(np.array([position]))
-            if step.valid is not None:
-                is_sample &= step.valid
-            row = int(is_sample.argmax())
-        yield number, row
+        step, row = plan._table.step_and_row(position)
+        if step < plan.num_steps and not is_in(skips, step):
+            yield step, row
 
 
 def places_of(
@@ -502,15 +471,17 @@ def places_of(
     epoch: int,
     sample: Any,
     skips: Ranges,
-    balance_rows: BalanceRows | None = None,
+    *,
+    is_balanced: bool = False,
 ) -> Where | list[Where] | None:
-    """Return where a sample is delivered, with skipped steps and balanced rows; see `ShardPlan.where`."""
+    """Return where a sample is delivered, apart from skipped steps; only the step if `balance=` assigns the rows."""
     places = []
     ranks = plan.num_data_ranks
-    for step, row in rows_of_sample(plan, epoch, sample, skips, balance_rows):
+    for step, row in rows_of_sample(plan, epoch, sample, skips):
         _, num_rows, micro_size = plan._extent(step)
         place = Where(step=step)
-        if num_rows % ranks == 0 and micro_size % ranks == 0:
+        is_even = num_rows % ranks == 0 and micro_size % ranks == 0
+        if is_even and not is_balanced:
             rows = np.array(row)
             data_rank, own_row = place_of_rows(
                 rows, num_rows, ranks, micro_size

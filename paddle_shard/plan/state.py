@@ -7,7 +7,7 @@ import json
 import re
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from paddle_shard.errors import StateError
@@ -124,11 +124,12 @@ class LoaderState:
             "segments": tuple(map(tuple, saved["segments"])),
             "certificate": account_from_json(saved["certificate"]),
         }
+        if _OTHER_SAMPLES & {*override}:
+            values["data"] = None
         del values["version"], values["checksum"]
         state = cls(**values)
         state._check_same_run(fingerprint, override)
-        has_other_samples = bool(_OTHER_SAMPLES & {*override})
-        return replace(state, data=None) if has_other_samples else state
+        return state
 
     def _check_same_run(
         self, fingerprint: Fingerprint, override: Collection[str]
@@ -136,7 +137,7 @@ class LoaderState:
         """Reject a loader whose fingerprint differs from the saved one where `override` does not allow it."""
         then = self._before_position(self.fingerprint)
         now = self._before_position(
-            {"order_version": ORDER_VERSION, **fingerprint}
+            {**fingerprint, "order_version": ORDER_VERSION}
         )
         names = sorted({*now, *then})
         different = [name for name in names if now.get(name) != then.get(name)]
@@ -195,11 +196,6 @@ class LoaderState:
                 for name in cut["mixture"]["sources"]
                 if name in packed
             }
-        # Stages after a mixture have another sample at a position than it has.
-        if len(cut.get("stream", ())) == 1:
-            cut["stream"] = _stage_before(
-                cut["stream"][0], max(1, self.samples)
-            )
         return dict(json.loads(json.dumps(cut)))  # without tuples
 
 
@@ -238,20 +234,6 @@ def _mixture_before(mixture: Fingerprint, position: int) -> Fingerprint:
         "sources": mixture["sources"][:count],
         "lengths": mixture["lengths"][:count],
     }
-
-
-def _stage_before(stage: Any, position: int) -> Any:
-    """Return the fingerprint of a stage of a stream; for a mixture, with its weights before a position of the epoch."""
-    if not isinstance(stage, list) or stage[:1] != ["mixture"]:
-        return stage
-    name, stop, firsts, sources = stage
-    count = sum(first < position for first in firsts)
-    selected = [
-        (source, weights[:count], marks)
-        for source, weights, marks in sources
-        if any(weights[:count])
-    ]
-    return name, stop, firsts[:count], selected
 
 
 def _without_digests(value: Any) -> str:

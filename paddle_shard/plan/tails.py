@@ -14,13 +14,9 @@ EndOfStream = Literal["deliver", "exhausted", "end"]
 class Tail(str):
     """One way to end an epoch: a string that says what happens at the end. It is equal to its name.
 
-    To add one, add a row to `TAILS`. No other code decides by a tail's name.
+    No code decides by a tail's name.
     """
 
-    for_indices = True
-    """True if data sets with an index can use it."""
-    for_streams = True
-    """True if streams, whose parts end at different times, can use it."""
     pads = False
     """True if it adds rows that are not valid."""
     fills = False
@@ -101,22 +97,21 @@ class Tail(str):
         return "end"
 
 
-TAILS: dict[str, Tail] = {
-    tail: tail
-    for tail in (
-        # A short batch is padded up to the padding unit. A stream continues to the end of its longest part. Invalid
-        # rows are copies of the first samples of the same epoch's order; in a stream, of the part's first sample.
-        Tail("pad", pads=True),
-        Tail("fill", pads=True, fills=True, for_streams=False),
-        # A stream ends before the first batch that is short in any part.
-        Tail("drop", drops=True),
-        Tail("repeat", repeats=True, for_indices=False),
-        Tail("error", refuses=True),
-    )
-}
+PAD = Tail("pad", pads=True)
+"""A short batch is padded up to the padding unit. A stream continues to the end of its longest part. Invalid rows are
+copies of the first samples of the same epoch's order; in a stream, of the part's first sample."""
+FILL = Tail("fill", pads=True, fills=True)
+DROP = Tail("drop", drops=True)
+"""A stream ends before the first batch that is short in any part."""
+REPEAT = Tail("repeat", repeats=True)
+ERROR = Tail("error", refuses=True)
+
+INDEX_TAILS = (PAD, FILL, DROP, ERROR)
+"""Those that data sets with an index can use."""
+STREAM_TAILS = (PAD, DROP, REPEAT, ERROR)
+"""Those that streams can use, whose parts end at different times."""
+TAILS = {str(tail): tail for tail in (*INDEX_TAILS, *STREAM_TAILS)}
 """All tails, by name."""
-INDEX_TAILS = tuple(tail for tail in TAILS.values() if tail.for_indices)
-STREAM_TAILS = tuple(tail for tail in TAILS.values() if tail.for_streams)
 
 
 def find_tail(
@@ -137,7 +132,7 @@ def find_tail(
         (True, 'drop')
     """
     if tail is None:
-        return TAILS["drop" if drop_last else "pad"]
+        return DROP if drop_last else PAD
     usable = STREAM_TAILS if stream else INDEX_TAILS
     if tail not in usable:
         names = ", ".join(map(repr, usable))

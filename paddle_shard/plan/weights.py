@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from heapq import heappop, heappush, nlargest
-from itertools import pairwise
 from numbers import Real
 from operator import index as int_of
 from typing import Any, NamedTuple
@@ -143,8 +142,7 @@ def schedule_of(
             f"{what}: weights must be a dict, or a list of (first sample of the run, dict) for weights that change, "
             f"got {weights!r}."
         ) from None
-    is_ascending = all(first < after for first, after in pairwise(firsts))
-    if firsts[:1] != [0] or not is_ascending:
+    if firsts[:1] != [0] or firsts != sorted(set(firsts)):
         raise ArgumentError(
             f"{what}: weights that change must begin at sample 0 and ascend, got {firsts}."
         )

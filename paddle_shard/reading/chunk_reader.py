@@ -53,7 +53,7 @@ class ChunkRequest(NamedTuple):
     @property
     def pad(self) -> bool:
         """True if missing rows are filled."""
-        return self.plan.ending.pads and not self.plan.repeats
+        return self.plan.tail.pads and not self.plan.repeats
 
     @property
     def position(self) -> int:

@@ -226,7 +226,7 @@ class StreamOrder(Batches):
         fingerprint: dict[str, Any] = {
             "stream": self.stage.fingerprint(),
             "seed": self.seed,
-            "tail": str(plan.ending),
+            "tail": str(plan.tail),
         }
         if not self.whole_items and not self.is_recut:
             fingerprint["num_parts"] = plan.num_parts
@@ -258,7 +258,7 @@ class StreamOrder(Batches):
             max(0, length - start.samples // plan.num_parts)
             for length in lengths
         ]
-        return start.steps + plan.ending.num_steps(left, plan.samples_per_part)
+        return start.steps + plan.tail.num_steps(left, plan.samples_per_part)
 
     @property
     def read_by_all(self) -> bool:

@@ -504,7 +504,7 @@ class Run:
             epoch,
             sample,
             self.skips(start),
-            self._source.batches.balance_rows,
+            is_balanced=self._source.costs is not None,
         )
 
     def certificate(self) -> Certificate:

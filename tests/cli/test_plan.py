@@ -1,7 +1,6 @@
-"""`paddle-shard plan`: what it shows is what loaders deliver, and each hazard is named with its remedy."""
+"""`paddle-shard plan`: what it shows is what loaders deliver."""
 
 import json
-import re
 import subprocess
 import sys
 
@@ -25,10 +24,8 @@ MESHES = [
 
 
 def planned(capsys, *arguments):
-    code = main(["plan", *map(str, arguments), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert code == bool(found["hazards"])
-    return found
+    assert main(["plan", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def given_to_ranks(data, batch_size, accumulation, ids, names, dims, **options):
@@ -137,18 +134,6 @@ def test_plan_is_what_loaders_deliver(mesh, run, capsys):
     assert real["samples dropped in an epoch"] == (
         samples - served if shuffle != "paddle" else 4 * (tail == "drop")
     )
-    starved = [
-        at
-        for at, ranks in enumerate(groups)
-        if not any(one is not None for one in per_rank[ranks[0]][-1])
-    ]
-    told = [
-        one["what"] for one in found["hazards"] if "nothing else" in one["what"]
-    ]
-    expected = [
-        f"on {len(starved)} of its data ranks: {', '.join(map(str, starved))}"
-    ] * bool(starved)
-    assert [one.partition("nothing else ")[2] for one in told] == expected
     for step in {0, steps // 2, steps - 1}:
         for one in planned(capsys, *flags, "--step", step)["step"]:
             assert [per_rank[rank][step] for rank in one["ranks"]] == [
@@ -157,35 +142,6 @@ def test_plan_is_what_loaders_deliver(mesh, run, capsys):
 
 
 FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "what", "remedy"),
-    [
-        (
-            ["--samples", "3", "--batch-size", "8", "--mesh", "dp=4"],
-            "1 of 4 rows of padding, and nothing else on 1",
-            "tail='drop'",
-        ),
-        (
-            [*FINE, "--tail", "drop", "--samples", "70"],
-            "drops 6 of 70 samples",
-            "tail='pad'",
-        ),
-        (
-            [*FINE[:4], "--mesh", "dp=4", "--samples", "66"],
-            "the last step of the epoch, 8, has 2 of 4 rows of padding, and nothing else on 2 of its data ranks: 2, 3",
-            "tail='drop' leaves such a step out",
-        ),
-    ],
-)
-def test_plan_names_each_hazard_with_its_remedy(flags, what, remedy, capsys):
-    (hazard,) = planned(capsys, *flags)["hazards"]
-    assert what in hazard["what"]
-    assert remedy in hazard["fix"]
-    assert f"HAZARD: {hazard['what'].rstrip('.')}" in asked(
-        "plan", *flags, code=1
-    )
 
 
 @pytest.mark.parametrize(
@@ -220,10 +176,6 @@ def test_plan_names_each_hazard_with_its_remedy(flags, what, remedy, capsys):
 def test_plan_that_is_impossible_exits_with_2(flags, parts):
     text = asked("plan", *flags, code=2)
     assert all(part in text for part in parts)
-
-
-def test_plan_without_a_hazard_exits_with_0():
-    assert "no hazard was found" in asked("plan", *FINE)
 
 
 @pytest.mark.parametrize(
@@ -300,30 +252,6 @@ def test_plan_without_a_step_is_not_drawn(flag, tmp_path):
     )
     assert "there is no step that could be drawn" in said
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("samples", range(1, 7))
-@pytest.mark.parametrize("tail", ["pad", "fill"])
-def test_plan_counts_data_ranks_without_a_sample(samples, tail, capsys):
-    flags = (
-        "--samples",
-        samples,
-        "--batch-size",
-        18,
-        "--mesh",
-        "dp=6",
-        "--tail",
-        tail,
-    )
-    found = planned(capsys, *flags, "--step", 0)
-    empty = sum(
-        all(one is None for one in of["samples"]) for of in found["step"]
-    )
-    said = [
-        re.search(r"nothing else on (\d+) of", one["what"])[1]
-        for one in found["hazards"]
-    ]
-    assert said == [str(empty)] * (empty > 0)
 
 
 def test_plan_page_draws_from_the_given_step(tmp_path):

@@ -31,6 +31,7 @@ from paddle_shard.data.stages.steps import in_rounds
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.seeding import mix
+from paddle_shard.plan.tails import TAILS
 from paddle_shard.plan.weights import Segment
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest
 from paddle_shard.reading.reader import HowToRead
@@ -777,7 +778,7 @@ def test_stages_read_by_several_readers_have_one_digest(
         num_parts=num,
         num_data_ranks=num,
         accumulation=per_step,
-        tail="drop",
+        tail=TAILS["drop"],
     )
     for step in range(8):
         chunks = []

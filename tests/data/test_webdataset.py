@@ -738,10 +738,10 @@ def test_index_command_writes_nothing_of_a_damaged_shard(tmp_path, capsys):
         main(
             ["index", f"{tmp_path}/{{a,b}}.tar", "-o", f"{tmp_path}/index.json"]
         )
-        == 1
+        == 2
     )
 
-    assert "b.tar: ReadError" in capsys.readouterr().out
+    assert "b.tar: ReadError" in capsys.readouterr().err
     assert not (tmp_path / "index.json").exists()
 
 

@@ -386,7 +386,7 @@ def test_data_set_may_say_how_large_its_blocks_are():
     Chunks.block_size = None
     with pytest.raises(
         ArgumentError,
-        match="block_size of the Chunks must be an int >= 1 .*Blocks.*, got None",
+        match="Blocks: size must be an int >= 1 .*block_size.*, got None",
     ):
         loader(Chunks(40), shuffle="blocks")
     with pytest.raises(

@@ -500,11 +500,11 @@ def test_blocks_by_name_are_the_default_blocks():
     [
         (
             {"size": 0},
-            "Blocks: size must be an int >= 1 (samples in a block on disk), got 0",
+            "Blocks: size must be an int >= 1 (samples in a block on disk, or the data set's block_size), got 0",
         ),
         (
             {"size": True},
-            "Blocks: size must be an int >= 1 (samples in a block on disk), got True",
+            "Blocks: size must be an int >= 1 (samples in a block on disk, or the data set's block_size), got True",
         ),
         (
             {"window": 2.0},

@@ -43,7 +43,7 @@ def judged(*of_ranks):
     accounts = [
         one if isinstance(one, tuple) else ({}, one) for one in of_ranks
     ]
-    return certify(accounts, 0, PLAN, ())
+    return certify(accounts, 0, PLAN, (), None, "")
 
 
 def test_certify_adds_ranges_of_different_meshes():

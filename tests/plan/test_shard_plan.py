@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from paddle_shard import ShardPlan
 from paddle_shard.errors import ArgumentError, BatchSizeError
 from paddle_shard.extras.cli.plan import facts_of_plan
-from paddle_shard.plan.shard_plan import step_of_plan
+from paddle_shard.plan.shard_plan import global_batches
 from tests.orders_and_tails import SERVING_TAILS
 
 plans = st.builds(
@@ -205,12 +205,9 @@ def test_facts_of_plan_count_rows_that_are_not_valid(shuffle, tail):
         )
         for epoch in range(3):
             rows = [
-                step.valid
-                for step in (
-                    step_of_plan(plan, epoch, number, ())
-                    for number in range(plan.num_steps)
-                )
-                if step.valid is not None
+                batch.valid(np.arange(batch.num_rows))
+                for batch in global_batches(plan, epoch, range(plan.num_steps))
+                if batch.valid is not None
             ]
             assert facts_of_plan(plan)["rows of padding in an epoch"] == sum(
                 int((~valid).sum()) for valid in rows

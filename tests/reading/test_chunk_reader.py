@@ -30,6 +30,7 @@ from paddle_shard.errors import DataReadError
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.seeding import mix
 from paddle_shard.plan.step import SamplerStep, Step
+from paddle_shard.plan.tails import TAILS
 from paddle_shard.reading.batch import Batch as ReadBatch
 from paddle_shard.reading.batch import Chunk, joined
 from paddle_shard.reading.chunk_reader import (
@@ -299,9 +300,11 @@ def plans_of(draw, num_parts, tails=("drop", "pad", "repeat", "num_batches")):
         num_parts=num_parts,
         num_data_ranks=num_parts,
         accumulation=accumulation,
-        tail=draw(st.sampled_from(["pad", "drop", "repeat"]))
-        if tail == "num_batches"
-        else tail,
+        tail=TAILS[
+            draw(st.sampled_from(["pad", "drop", "repeat"]))
+            if tail == "num_batches"
+            else tail
+        ],
         num_batches=draw(st.integers(1, 7)) if tail == "num_batches" else None,
     )
 
@@ -520,7 +523,9 @@ def test_chunk_reader_ends_parts_as_the_tail_says(data, num_parts):
 
 
 def test_chunk_reader_serves_passes_that_begin_anywhere():
-    plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=1, tail="drop")
+    plan = PartsPlan(
+        batch_size=4, num_parts=4, num_data_ranks=1, tail=TAILS["drop"]
+    )
     stage = Map(
         Shuffle(
             Parts([list(range(100 * p, 100 * p + 9)) for p in range(4)]), 9
@@ -569,7 +574,11 @@ def test_chunk_reader_serves_passes_that_begin_anywhere():
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 def test_missing_rows_are_told_in_the_order_of_the_rows(tail):
     plan = PartsPlan(
-        batch_size=8, num_parts=2, num_data_ranks=1, accumulation=2, tail=tail
+        batch_size=8,
+        num_parts=2,
+        num_data_ranks=1,
+        accumulation=2,
+        tail=TAILS[tail],
     )
     chunk = ChunkReader(Parts([[1, 2, 3], [4]]), None, None, HOW).read(
         request(plan, (0, 1), 0), None
@@ -588,7 +597,9 @@ def test_missing_rows_are_told_in_the_order_of_the_rows(tail):
 
 
 def test_part_that_is_empty_is_all_padding_on_whatever_reader():
-    plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=4, tail="pad")
+    plan = PartsPlan(
+        batch_size=4, num_parts=4, num_data_ranks=4, tail=TAILS["pad"]
+    )
     parts = [[(1, "a"), (2, "b")], [], [(3, "c")], []]
     for ranks in (1, 2, 4):
         of_ranks = served(
@@ -603,7 +614,9 @@ def test_part_that_is_empty_is_all_padding_on_whatever_reader():
 @pytest.mark.parametrize("says", [False, True])
 @pytest.mark.parametrize("start", [0, 2])
 def test_part_that_is_empty_cannot_be_repeated(says, start):
-    plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1, tail="repeat")
+    plan = PartsPlan(
+        batch_size=4, num_parts=2, num_data_ranks=1, tail=TAILS["repeat"]
+    )
     failure = ChunkReader(Parts([[1, 2], []], says), None, None, HOW).read(
         request(plan, (0, 1), start, start), 3
     )
@@ -658,7 +671,7 @@ def test_chunk_reader_names_a_failed_sample_at_its_step_only(
         num_parts=num_parts,
         num_data_ranks=data.draw(st.sampled_from(divisors(num_parts))),
         accumulation=accumulation,
-        tail="drop",
+        tail=TAILS["drop"],
     )
     part, position = (
         data.draw(st.integers(0, num_parts - 1)),
@@ -673,7 +686,9 @@ def test_chunk_reader_names_a_failed_sample_at_its_step_only(
     )
 
     for rank in range(plan.num_data_ranks):
-        for worker, held in enumerate(chunks_of(plan.parts_of(rank), workers)):
+        for worker, held in enumerate(
+            chunks_of(plan.parts_of(rank, plan.num_data_ranks), workers)
+        ):
             reader = ChunkReader(stage, None, None, HOW)
             for step in range(start, at + 1):
                 found = reader.read(request(plan, held, step, start), worker)
@@ -750,7 +765,9 @@ def test_chunk_reader_may_take_over_at_any_step(kind, tail):
             for part in range(4)
         ]
     )
-    plan = PartsPlan(batch_size=8, num_parts=4, num_data_ranks=1, tail=tail)
+    plan = PartsPlan(
+        batch_size=8, num_parts=4, num_data_ranks=1, tail=TAILS[tail]
+    )
 
     def answers(first, *, start=0):
         reader = ChunkReader(stage, None, list, DRAWS)
@@ -943,7 +960,9 @@ def test_ranks_own_short_batch_is_filled_with_its_last_row(made):
         opening=Opening(parts=(0,), num_parts=1),
         step=0,
         first_step=0,
-        plan=PartsPlan(batch_size=1, num_parts=1, num_data_ranks=1, tail="pad"),
+        plan=PartsPlan(
+            batch_size=1, num_parts=1, num_data_ranks=1, tail=TAILS["pad"]
+        ),
         whole_items=True,
         local_rows=0,
     )
@@ -1141,7 +1160,10 @@ def items_served(
                 first_step=first,
                 stride=width,
                 plan=PartsPlan(
-                    batch_size=1, num_parts=1, num_data_ranks=1, tail=tail
+                    batch_size=1,
+                    num_parts=1,
+                    num_data_ranks=1,
+                    tail=TAILS[tail],
                 ),
                 repeat=repeat,
                 whole_items=True,
@@ -1244,7 +1266,7 @@ def test_whole_item_that_fails_is_named_by_worker():
         first_step=3,
         stride=4,
         plan=PartsPlan(
-            batch_size=1, num_parts=1, num_data_ranks=1, tail="drop"
+            batch_size=1, num_parts=1, num_data_ranks=1, tail=TAILS["drop"]
         ),
         whole_items=True,
     )

@@ -13,7 +13,11 @@ import pytest
 
 import paddle_shard
 from paddle_shard import RayReaders
-from paddle_shard.errors import ArgumentError, MissingDependencyError
+from paddle_shard.errors import (
+    ArgumentError,
+    DataReadError,
+    MissingDependencyError,
+)
 from paddle_shard.extras import ray_readers
 from paddle_shard.extras.ray_readers import RayPool
 from paddle_shard.reading.failure import ReadFailure
@@ -250,13 +254,11 @@ def test_ray_pool_reports_an_unreachable_cluster_at_once(monkeypatch):
     with faked(monkeypatch) as ray:
         ray.is_initialized, ray.init = bool, fails
         pool = pool_of()
-        pool.start()
-        pool.send(0, 0)
         with pytest.raises(
-            WorkersLostError,
-            match="the readers cannot be started: ConnectionError: no running Ray",
+            DataReadError,
+            match="the actors cannot be started: ConnectionError: no running Ray",
         ):
-            pool.receive(0)
+            pool.start()
 
 
 def test_ray_readers_outlive_the_connection_quietly(

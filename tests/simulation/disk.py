@@ -452,11 +452,12 @@ class World:
     def get_size(self):
         return 1 if self.current is None else self.current.job.plan.size
 
-    def gather(self, ranks, payload, timeout, call):
+    def gather(self, value, ranks, timeout, call):
         """Exchange something between the ranks of a job; each of them may miss the end of it if one has died."""
         actor = self.current
+        payload = json.dumps(value)
         if len(ranks) == 1:
-            return [payload]
+            return [json.loads(payload)]
         job = actor.job
         number = actor.num_gathers
         actor.num_gathers += 1
@@ -473,7 +474,7 @@ class World:
         ]
         if lost:
             raise PeerLostError.of("has ended or was killed", lost)
-        return [texts[rank] for rank in ranks]
+        return [json.loads(texts[rank]) for rank in ranks]
 
     def save_file(self, content, path):
         with self.disk.open(path, "wb") as file:
@@ -532,7 +533,7 @@ class World:
                         "paddle": paddle,
                         "dist": dist,
                         "num_ranks": self.get_size,
-                        "gather_payloads": self.gather,
+                        "gathered": self.gather,
                     },
                 ),
                 (

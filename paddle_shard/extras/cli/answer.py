@@ -14,13 +14,6 @@ Rows = Sequence[Mapping[str, Any]]
 """A table: each row maps the same column names to values."""
 
 
-class Hazard(NamedTuple):
-    """A problem of a plan, a record or a machine."""
-
-    what: str
-    fix: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """Answer of a command."""
@@ -29,33 +22,15 @@ class Answer:
     """For programs."""
     text: Sequence[str | Rows]
     """The same for people: lines and tables."""
-    hazards: Sequence[Hazard] | None = None
-    """Problems; None for commands that look for none."""
     failed: bool = False
-    """True if a verification has failed."""
-
-    def to_json(self) -> Json:
-        """Return the JSON values, hazards included."""
-        if self.hazards is None:
-            return dict(self.values)
-        return {
-            **self.values,
-            "hazards": [hazard._asdict() for hazard in self.hazards],
-        }
+    """True if a verification has failed, or the machine has a problem."""
 
     def __str__(self) -> str:
-        sections = [
+        return "\n".join(
             section if isinstance(section, str) else f"{table(section)}\n"
             for section in self.text
             if section != []
-        ]
-        if self.hazards is not None:
-            sections += [
-                f"HAZARD: {what.rstrip('.')}. {fix.rstrip('.')}."
-                for what, fix in self.hazards
-            ]
-            sections += [] if self.hazards else ["no hazard was found"]
-        return "\n".join(sections)
+        )
 
 
 Argument = tuple[list[str], dict[str, Any]]

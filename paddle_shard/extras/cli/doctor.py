@@ -10,13 +10,21 @@ import socket
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 from paddle_shard.errors import PeerLostError
-from paddle_shard.extras.cli.answer import Answer, Hazard, argument, command
+from paddle_shard.extras.cli.answer import Answer, argument, command
 from paddle_shard.version import VERSION
 
 _FILES = 4096
 _SHARED_MB = 256
+
+
+class Hazard(NamedTuple):
+    """A problem of a machine, or of the group of ranks."""
+
+    what: str
+    fix: str
 
 
 @command(
@@ -59,14 +67,19 @@ def doctor(options: argparse.Namespace) -> Answer:
     size = int(os.environ.get("PADDLE_TRAINERS_NUM") or 1)
     if size > 1 and paddle != "not installed":
         hazards += _check_group(size, options.timeout, group)
-    text = [
-        [
-            {"what": name, "value": value}
-            for name, value in {**machine, **group}.items()
-        ]
+    table = [
+        {"what": name, "value": value}
+        for name, value in {**machine, **group}.items()
     ]
+    found = [f"HAZARD: {what}. {fix}." for what, fix in hazards]
     return Answer(
-        values={"machine": machine, "group": group}, text=text, hazards=hazards
+        values={
+            "machine": machine,
+            "group": group,
+            "hazards": [hazard._asdict() for hazard in hazards],
+        },
+        text=[table, *(found or ["no hazard was found"])],
+        failed=bool(hazards),
     )
 
 

@@ -50,8 +50,9 @@ def index(options: argparse.Namespace) -> Answer:
         try:
             entry = count_file(name, tar_starts)
         except Exception as error:  # whatever a tar or a server raises
-            text = f"{redacted(name)}: {described(error)}\nNothing is written."
-            return Answer(values={"error": text}, text=[text], failed=True)
+            raise ArgumentError(
+                f"{redacted(name)}: {described(error)}\nNothing is written."
+            ) from error
         entries[base_name(name)] = entry
         text = f"[{number}/{len(names)}] {redacted(name)}: {entry.samples} samples, {entry.bytes} bytes"
         print(text, file=sys.stderr, flush=True)

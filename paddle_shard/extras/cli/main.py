@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Arguments of the command line; None: those of this process.
 
     Returns:
-        0; 1 if there is a hazard or a verification has failed; 2 if an argument or a file is wrong.
+        0; 1 if a verification has failed or the machine has a problem; 2 if an argument or a file is wrong.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -51,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         print(
-            json.dumps(answer.to_json(), indent=2) if options.json else answer,
+            json.dumps(answer.values, indent=2) if options.json else answer,
             flush=True,
         )
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return int(answer.failed or bool(answer.hazards))
+    return int(answer.failed)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from paddle_shard.extras.cli.places import Meshes, shapes_of
 
 _STYLE = (
     "body{font:14px sans-serif;margin:2em;max-width:60em}table{border-collapse:collapse;margin:1em 0}"
-    "td,th{border:1px solid #ccc;padding:.2em .6em;text-align:left}.hazard{color:#a00}"
+    "td,th{border:1px solid #ccc;padding:.2em .6em;text-align:left}"
 )
 _WIDTH = 720
 _BOX = 24
@@ -24,10 +24,6 @@ _MOST_TEXT = 96
 def page_of(title: str, answer: Answer, pictures: Iterable[str]) -> str:
     """Return an HTML page of an answer and some SVG pictures; it loads nothing."""
     body = [f"<h1>{escape(title)}</h1>"]
-    body += [
-        f'<p class="hazard"><strong>{escape(what)}.</strong> {escape(fix)}</p>'
-        for what, fix in answer.hazards or ()
-    ]
     body += [
         f"<p>{escape(section)}</p>"
         if isinstance(section, str)

@@ -11,8 +11,8 @@ from paddle_shard.extras.cli.answer import Json
 from paddle_shard.plan.mesh import MeshLayout, replica_groups
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.partition import slice_rows
-from paddle_shard.plan.shard_plan import ShardPlan, step_of_plan
-from paddle_shard.plan.skips import Ranges
+from paddle_shard.plan.shard_plan import ShardPlan, global_batches
+from paddle_shard.plan.skips import Ranges, is_in
 
 Meshes = Sequence[tuple[MeshLayout, Sequence[str]]]
 """Each mesh with its data axes."""
@@ -61,14 +61,16 @@ def samples_at(
     plan: ShardPlan, epoch: int, step: int, skips: Ranges
 ) -> list[Any]:
     """Return the sample of each row of a step, as users name it; None for padding and skipped rows."""
-    plan_step = step_of_plan(plan, epoch, step, skips)
-    if plan_step is None:
-        return [None] * plan.num_rows(step=step)
-    names = np.asarray(plan_step.ids).tolist()
+    num_rows = plan.num_rows(step=step)
+    if is_in(skips, step):
+        return [None] * num_rows
+    [batch] = global_batches(plan, epoch, [step])
+    names = np.asarray(batch.take(range(num_rows))).tolist()
     if isinstance(plan.ordering, Mixing):
         names = [list(plan.ordering.named(sample)) for sample in names]
-    if plan_step.valid is not None:
-        valid_names = zip(names, plan_step.valid, strict=True)
+    if batch.valid is not None:
+        valid = batch.valid(np.arange(num_rows))
+        valid_names = zip(names, valid, strict=True)
         names = [name if is_valid else None for name, is_valid in valid_names]
     return list(names)
 

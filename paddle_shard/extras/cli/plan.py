@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from paddle_shard.core.checks import listed
 from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.answer import (
     Answer,
-    Hazard,
     Json,
     Rows,
     argument,
@@ -33,9 +30,6 @@ from paddle_shard.plan.tails import TAILS
 _MOST_SHOWN = 64
 """Ranks of a mesh whose ranks are shown."""
 _STEPS_OF_PAGE = 8
-_MUCH = 0.01
-"""Share of the samples above which dropping them is a hazard."""
-
 
 _ORDERS = {str(name): name for name in ORDERINGS}
 
@@ -109,7 +103,7 @@ def mesh_of(text: str) -> MeshLayout:
     ),
 )
 def plan(options: argparse.Namespace) -> Answer:
-    """Show which rank reads what, and hazards of the plan. Exits with 1 if there is a hazard.
+    """Show which rank reads what.
 
     example: paddle-shard plan --samples 50000 --batch-size 256 --mesh dp=4,mp=2 --data-axes dp --shuffle --step 3
     """
@@ -140,8 +134,7 @@ def plan(options: argparse.Namespace) -> Answer:
             shard_plan, meshes, options.epoch, options.step, ()
         )
         text += [f"epoch {options.epoch}, step {options.step}", values["step"]]
-    hazards = list(hazards_of(shard_plan, meshes, options.epoch))
-    answer = Answer(values=values, text=text, hazards=hazards)
+    answer = Answer(values=values, text=text)
     if options.html is not None or options.svg is not None:
         _draw(answer, shard_plan, meshes, options)
     return answer
@@ -165,36 +158,6 @@ def facts_of_plan(plan: ShardPlan) -> dict[str, int]:
         "rows of padding in an epoch": padding,
         "samples dropped in an epoch": plan.num_positions - plan.num_served,
     }
-
-
-def hazards_of(plan: ShardPlan, meshes: Meshes, epoch: int) -> Iterator[Hazard]:
-    """Yield the hazards of a plan; of its steps, the last one of an epoch is examined, on the first mesh."""
-    dropped = plan.num_positions - plan.num_served
-    if dropped > _MUCH * plan.num_samples:
-        what = f"tail={plan.tail!r} drops {dropped} of {plan.num_samples} samples in each epoch"
-        yield Hazard(
-            what, "tail='pad' serves them, and a smaller batch drops fewer"
-        )
-    if plan.num_steps:
-        step = plan.num_steps - 1
-        shares = samples_of(plan, meshes[:1], epoch, step, ())
-        idle = [
-            share["data_rank"]
-            for share in shares
-            if share["samples"].count(None) == len(share["samples"])
-        ]
-        if idle:
-            num_rows = plan.num_rows(step=step)
-            padding = sum(one["samples"].count(None) for one in shares)
-            what = (
-                f"the last step of the epoch, {step}, has {padding} of {num_rows} rows of padding, and nothing else on "
-                f"{len(idle)} of its data ranks: {listed(idle)}"
-            )
-            fix = (
-                "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count. "
-                "tail='drop' leaves such a step out"
-            )
-            yield Hazard(what, fix)
 
 
 def _mesh_sections(meshes: Meshes) -> list[str | Rows]:

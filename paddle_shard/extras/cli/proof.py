@@ -21,6 +21,7 @@ from paddle_shard.plan.certificate import (
     Total,
     added,
     certify,
+    ranges_text,
     total_of_plan,
 )
 from paddle_shard.plan.shard_plan import ShardPlan, skipped_positions
@@ -155,7 +156,7 @@ def _compared_sums(
 ) -> Iterator[tuple[str, int]]:
     """Yield a problem, and how many samples were not read, if the sums of all ranks differ from those of the order."""
     epoch = deliveries[-1].start.epoch
-    account = run.states[epoch].certificate if epoch in run.states else {}
+    account = run.accounts.get(epoch, {})
     # A single data rank has all rows.
     whole = [
         {ALL: delivered}
@@ -169,7 +170,7 @@ def _compared_sums(
             "state_dict()"
         )
         return
-    ranges = ", ".join(f"[{first}, {end})" for first, end in read.once)
+    ranges = ranges_text(read.once)
     expected = _expected_total(read, deliveries)
     if expected is None:
         notes.append(

@@ -62,8 +62,6 @@ def show(options: argparse.Namespace) -> Answer:
     text: list[str | Rows] = [values["delivered"], *notes]
     if not values["delivered"]:
         text[0] = f"sample {options.sample} was not delivered, by the record"
-        if run.last_job.first_line["skip_steps"]:
-            text.append("The run skips steps (skip_steps=).")
     return Answer(values={**values, "notes": notes}, text=text)
 
 

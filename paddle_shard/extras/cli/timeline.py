@@ -16,6 +16,7 @@ from paddle_shard.data.samplers import PlanBatches
 from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.answer import Json
 from paddle_shard.extras.cli.places import Meshes
+from paddle_shard.plan.certificate import Account
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, rows_of_sample
@@ -83,9 +84,8 @@ class RecordedJob:
 
     def state_in(self, line: Json) -> LoaderState:
         """Return the state in a line, without what only the loader needs."""
-        order = dict(self.first_line["fingerprint"])
-        rest = {"fingerprint": dict(order), "sampler": None, "data": None}
-        order.pop("order_version", None)
+        order = self.first_line["fingerprint"]
+        rest = {"fingerprint": order, "sampler": None, "data": None}
         return LoaderState.from_dict(sealed({**line["state"], **rest}), order)
 
 
@@ -139,8 +139,8 @@ class Timeline:
     """Deliveries that count, in their order; also empty ones, if they found the end of an epoch or are open."""
     lost: list[Delivery] = field(default_factory=list)
     """Deliveries that do not count, since no position from which the run was resumed holds them."""
-    states: dict[int, LoaderState] = field(default_factory=dict)
-    """The newest state of each epoch."""
+    accounts: dict[int, Account] = field(default_factory=dict)
+    """The deliveries of each epoch by its newest state."""
 
     @property
     def epochs(self) -> list[int]:
@@ -200,6 +200,8 @@ class _Segment:
     """The segment that it continues; None if no line shows it."""
     num_parent_lines: int = 0
     """Number of lines of the parent that lead to it."""
+    num_counted: int = 0
+    """Number of lines that lead to the end of the run."""
 
     def deliveries(self, num_lines: int) -> dict[int, Delivery]:
         """Return the deliveries of the first lines, by the number of their iterator."""
@@ -237,9 +239,9 @@ def timeline(lines: Sequence[Json]) -> Timeline:
         raise ArgumentError("the record has no pass yet.")
     # The newest segment is the end of the run. Count the lines of each segment that lead to it.
     first = segments[-1]
-    num_counted = {id(first): len(first.lines)}
+    first.num_counted = len(first.lines)
     while first.parent is not None:
-        num_counted[id(first.parent)] = first.num_parent_lines
+        first.parent.num_counted = first.num_parent_lines
         first = first.parent
     is_resumed = first.lines[0]["line"] == "resume"
     began_at = first.job.state_in(first.lines[0]) if is_resumed else None
@@ -247,13 +249,13 @@ def timeline(lines: Sequence[Json]) -> Timeline:
     run = Timeline(last_job=segments[-1].job, began_at=began_at)
     counted = {}
     for segment in segments:
-        num_lines = num_counted.get(id(segment), 0)
-        counted = segment.deliveries(num_lines)
+        counted = segment.deliveries(segment.num_counted)
         run.deliveries += counted.values()
         run.lost += _lost(segment, counted)
-        for line in segment.lines[:num_lines]:
+        for line in segment.lines[: segment.num_counted]:
             if line["line"] in _WITH_STATES:
-                run.states[line["state"]["epoch"]] = segment.job.state_in(line)
+                state = segment.job.state_in(line)
+                run.accounts[state.epoch] = state.certificate
     for delivery in list(counted.values())[-1:]:
         delivery.is_open = not delivery.is_ended
     run.deliveries = [

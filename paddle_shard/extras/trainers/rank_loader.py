@@ -16,7 +16,7 @@ from paddle_shard.data.stream import Stream
 from paddle_shard.errors import SplitError
 from paddle_shard.loader.loader import ShardBatchSampler, ShardDataloader
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.ranks.agreeing import gather_payloads
+from paddle_shard.run.run import gathered
 
 PACKAGES = ("paddleformers", "paddlefleet", "paddlenlp")
 """Packages with trainers like Hugging Face's."""
@@ -144,14 +144,14 @@ class RankLoader:
         # `evaluate()` asks it how many rows there were
         if type(self._dataset).__name__ == _SHARD:
             world = dist.get_world_size()
-            counts = gather_payloads(
+            counts = gathered(
+                num_samples,
                 tuple(range(world)),
-                str(num_samples),
                 _SECONDS,
                 "the end of an epoch",
             )
             replicas = world // self._dataset.num_processes
-            self._dataset.num_examples = sum(map(int, counts)) // replicas
+            self._dataset.num_examples = sum(counts) // replicas
         elif self.follows_sampler:
             self._sampler.epoch = self.sharded.epoch
             self._sampler.consumed_samples = 0
@@ -268,13 +268,12 @@ def _mesh_of(num_data_ranks: int, data_rank: int) -> dist.ProcessMesh:
     world = dist.get_world_size()
     data_ranks = list(range(world))
     if num_data_ranks != world:
-        payloads = gather_payloads(
+        data_ranks = gathered(
+            int(data_rank),
             tuple(data_ranks),
-            str(data_rank),
             _SECONDS,
             "the first loop over a DataLoader",
         )
-        data_ranks = list(map(int, payloads))
     rows = [
         [rank for rank, other in enumerate(data_ranks) if other == number]
         for number in range(num_data_ranks)
