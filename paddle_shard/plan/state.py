@@ -196,6 +196,11 @@ class LoaderState:
                 for name in cut["mixture"]["sources"]
                 if name in packed
             }
+        # Stages after a mixture have another sample at a position than it has.
+        if len(cut.get("stream", ())) == 1:
+            cut["stream"] = _stage_before(
+                cut["stream"][0], max(1, self.samples)
+            )
         return dict(json.loads(json.dumps(cut)))  # without tuples
 
 
@@ -234,6 +239,20 @@ def _mixture_before(mixture: Fingerprint, position: int) -> Fingerprint:
         "sources": mixture["sources"][:count],
         "lengths": mixture["lengths"][:count],
     }
+
+
+def _stage_before(stage: Any, position: int) -> Any:
+    """Return the fingerprint of a stage of a stream; for a mixture, with its weights before a position of the epoch."""
+    if not isinstance(stage, list) or stage[:1] != ["mixture"]:
+        return stage
+    name, stop, firsts, sources = stage
+    count = sum(first < position for first in firsts)
+    selected = [
+        (source, weights[:count], marks)
+        for source, weights, marks in sources
+        if any(weights[:count])
+    ]
+    return name, stop, firsts[:count], selected
 
 
 def _without_digests(value: Any) -> str:
