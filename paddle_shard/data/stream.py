@@ -21,7 +21,7 @@ from paddle_shard.data.files.counts import file_source
 from paddle_shard.data.files.files import Path, Paths
 from paddle_shard.data.files.huggingface import HuggingFaceSource
 from paddle_shard.data.files.parquet import parquet_source
-from paddle_shard.data.files.shards import FileOptions, check_options
+from paddle_shard.data.files.shards import FileOptions
 from paddle_shard.data.files.text import (
     JSON_LINES,
     LINES,
@@ -197,7 +197,6 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.csv("data/*.csv").map(lambda row: float(row["x"]))  # doctest: +SKIP
         """
-        check_options(cls.csv, options)
         form = csv_format(header=header, delimiter=delimiter)
         return cls(file_source(paths, form, counts=counts, **options))
 
@@ -230,7 +229,6 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.lines(["a.txt", "b.txt.gz"]).shuffle(10_000)  # doctest: +SKIP
         """
-        check_options(cls.lines, options)
         return cls(file_source(paths, LINES, counts=counts, **options))
 
     @classmethod
@@ -255,7 +253,6 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.jsonl("data/*.jsonl").map(lambda value: value["text"])  # doctest: +SKIP
         """
-        check_options(cls.jsonl, options)
         return cls(file_source(paths, JSON_LINES, counts=counts, **options))
 
     @classmethod
@@ -286,7 +283,6 @@ class Stream(paddle.io.IterableDataset):
             >>> tars = Stream.webdataset("data/train-{000..099}.tar")  # doctest: +SKIP
             >>> stream = tars.shuffle(1000).decode("rgb8").map(lambda s: (s["jpg"], s["cls"]))  # doctest: +SKIP
         """
-        check_options(cls.webdataset, options)
         return cls(webdataset_source(urls, index=index, **options))
 
     @classmethod
@@ -317,7 +313,6 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.parquet("data/*.parquet", columns=["x", "y"]).shuffle(1000)  # doctest: +SKIP
         """
-        check_options(cls.parquet, options)
         source = parquet_source(
             paths, columns=columns, allow_nulls=allow_nulls, **options
         )

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 from paddle_shard.core.checks import check_count, check_flag
 from paddle_shard.core.warn_once import caller_level
 from paddle_shard.data.files import files
-from paddle_shard.data.files.ahead import FileAhead
+from paddle_shard.data.files.ahead import LEAST, FileAhead, OpenFile
 from paddle_shard.data.files.host_cache import check_cache_dir, open_cached
 from paddle_shard.data.files.locks import file_lock
 from paddle_shard.data.files.shards import RECOUNT, ShardSource
@@ -206,59 +206,51 @@ def _folder() -> Path:
     return Path(os.path.expanduser(cache)) / "paddle_shard" / "counts"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FileReader:
     """Reads files of a format, from a sample on."""
 
-    samples: ReadSamples
+    form: Format
     """The format."""
     entries: Entries | None
     """The index entry of each file, by name; None: files are not counted."""
     cache_dir: str | None
     """Where copies of remote files are kept; None: nowhere."""
-    needs_begin: bool
-    """True if a file is read at its beginning, too, wherever the samples begin."""
 
-    def ahead(self, name: str, skip: int, limit: int) -> Samples | None:
-        """Begin to open a remote file, and to read bytes of the samples after the first `skip`; None: it is local."""
-        if not files.is_remote(name):
-            return None
-        start, _ = self._start(name, skip)
-        if start and self.needs_begin:
-            return None
-        file = FileAhead(
-            partial(open_cached, self.cache_dir, name, start), limit
-        )
-        return self(name, skip, file)
+    def __call__(self, name: str, skip: int, limit: int) -> Samples:
+        """Return the samples of a file after the first `skip`.
 
-    def _start(self, name: str, skip: int) -> tuple[int, int]:
-        """Return the byte from which a file is read, and how many samples are then left to skip."""
-        return (
-            (0, skip)
-            if self.entries is None
-            else self.entries[name].before(skip)
-        )
+        A remote file is opened at once, and `limit` bytes of it are read ahead.
+        """
+        start = 0
+        if self.entries is not None:
+            start, skip = self.entries[name].before(skip)
+        open_file: OpenFile = partial(open_cached, self.cache_dir, name, start)
+        is_ahead = files.is_remote(name) and limit >= LEAST
+        if is_ahead and not (start and self.form.needs_begin):
+            open_file = FileAhead(open_file, limit).open
+        return self._samples(name, open_file, start, skip)
 
-    def __call__(
-        self, name: str, skip: int, ahead: FileAhead | None = None
+    def _samples(
+        self,
+        name: str,
+        open_file: OpenFile,
+        start: int,
+        skip: int,
     ) -> Samples:
-        """Yield the samples of a file after the first `skip`; `ahead` has begun to read it there."""
-        entry = None if self.entries is None else self.entries[name]
-        start, skip = self._start(name, skip)
-        if ahead is None:
-            opened, size = open_cached(self.cache_dir, name, start)
-        else:
-            opened, size = ahead.open()
+        opened, size = open_file()
         with (
             opened,
             opened if start else files.decompressed(opened, name) as file,
         ):
-            if entry is not None and size not in (None, entry.bytes):
-                raise ValueError(
-                    f"the file has {size} bytes, and had {entry.bytes} when it was counted. It has changed since, "
-                    f"or is another file of that name: {RECOUNT}"
-                )
-            rest = islice(self.samples(file, name, start), skip, None)
+            if self.entries is not None:
+                counted_size = self.entries[name].bytes
+                if size not in (None, counted_size):
+                    raise ValueError(
+                        f"the file has {size} bytes, and had {counted_size} when it was counted. It has changed since, "
+                        f"or is another file of that name: {RECOUNT}"
+                    )
+            rest = islice(self.form.samples(file, name, start), skip, None)
             yield from map(itemgetter(1), rest)
 
 
@@ -299,12 +291,9 @@ def file_source(
     lengths = (
         None if entries is None else [entries[name].samples for name in names]
     )
-    reader = FileReader(
-        samples=form.samples,
-        entries=entries,
-        cache_dir=folder,
-        needs_begin=form.needs_begin,
-    )
     return ShardSource(
-        names, reader, counts=lengths, shuffle_shards=shuffle_shards
+        names,
+        FileReader(form, entries, folder),
+        counts=lengths,
+        shuffle_shards=shuffle_shards,
     )

@@ -117,8 +117,8 @@ class _GroupReader:
     allow_nulls: bool
     cache_dir: str | None
 
-    def __call__(self, name: str, skip: int) -> Samples:
-        """Yield the rows after the first `skip`."""
+    def __call__(self, name: str, skip: int, _ahead: int) -> Samples:
+        """Yield the rows after the first `skip`. pyarrow reads ahead by itself."""
         file, number, expected_size = self.groups[name]
         with _opened(file, self.cache_dir) as (parquet, size):
             if size != expected_size:
