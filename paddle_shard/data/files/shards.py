@@ -101,19 +101,9 @@ class ShardSource(PartsSource):
         self._shuffle = check_flag("shuffle_shards", shuffle_shards)
 
     def lengths(self, opening: Opening) -> Lengths:
-        """Return the lengths of the parts; None if the shards are not counted. The loader asks before any batch.
-
-        Raises:
-            ArgumentError: There are fewer shards than parts, and they are not counted.
-        """
+        """Return the lengths of the parts; None if the shards are not counted."""
         if self._counts is None:
-            self.check_num_shards(
-                opening,
-                "counted samples, so that shards are cut in mid-file "
-                "(counts=True; for tars an index file, index=, made by `paddle-shard index`); "
-                "or an uncut stream (Stream.of(...)), of which each reader reads all",
-            )
-            return None
+            return super().lengths(opening)
         cuts = [self._cut(part, opening.num_parts) for part in opening.parts]
         return [stop - start for start, stop in cuts]
 
@@ -126,16 +116,6 @@ class ShardSource(PartsSource):
         ):
             return f"sample {offset} of {redacted(self._names[shard])}"
         return None
-
-    @property
-    def uneven_parts(self) -> str:
-        """See `Stage`."""
-        if self._counts is not None:
-            return super().uneven_parts
-        return (
-            f"The {self.num_shards} files are not counted, and a part reads whole files. Count them (counts=True; for "
-            "tars index=, made by `paddle-shard index`), use fewer parts (in_parts()), or many files of one size."
-        )
 
     def files_identity(self) -> list[FileVersion]:
         """See `Stage`. Shards that are no files have no entry."""

@@ -156,11 +156,6 @@ class Stage:
         """Its name in the `repr` of a stream."""
         return type(self).__name__
 
-    @property
-    def uneven_parts(self) -> str:
-        """The cause of parts of different lengths, and the fix, for a warning."""
-        return "A filter, or another stage that makes more or fewer samples of some, leaves parts of different lengths."
-
     def line(self) -> Iterator[Stage]:
         """Yield this stage and those before it, the source last."""
         stage: Stage | None = self
@@ -223,15 +218,22 @@ class PartsSource(Stage):
         """Return the samples of a part."""
         raise NotImplementedError
 
-    def check_num_shards(self, opening: Opening, fixes: str) -> None:
-        """Reject more parts than shards, of which each part needs at least one."""
+    def lengths(self, opening: Opening) -> Lengths:
+        """Return None: lengths are known only at the end. The loader asks before any batch.
+
+        Raises:
+            ArgumentError: There are fewer shards than parts, of which each needs at least one.
+        """
         num_parts = opening.num_parts
-        num_shards = self.num_shards or 0
-        if num_shards < num_parts:
+        if self.num_shards is not None and self.num_shards < num_parts:
             raise ArgumentError(
-                f"in_parts({num_parts}): {num_shards} shards cannot be assigned to {num_parts} parts, which need one "
-                f"each. Ways that work: in_parts() with at most {num_shards}; {fixes}."
+                f"in_parts({num_parts}): {self.num_shards} shards cannot be assigned to {num_parts} parts, which need "
+                f"one each. Ways that work: in_parts() with at most {self.num_shards}; more shards (of Hugging Face: "
+                "dataset.reshard()); counted samples, so that files are cut in the middle (counts=True; for tars an "
+                "index file, index=, made by `paddle-shard index`); or an uncut stream (Stream.of(...)), of which each "
+                "reader reads all."
             )
+        return None
 
 
 @dataclass(eq=False)
