@@ -151,14 +151,6 @@ def within_their_folder(names: Sequence[str]) -> list[str]:
     return ["/".join(path[depth:]) for path in paths]
 
 
-def local_size(name: str) -> int | None:
-    """Return the size of a local file in bytes; None for a remote file, whose size would cost a request."""
-    try:
-        return None if is_remote(name) else os.path.getsize(local_path(name))
-    except OSError:  # reading the file later raises an error that names it
-        return None
-
-
 @contextmanager
 def needs(extra: str, what: str = "") -> Iterator[None]:
     """Turn a failed import into an error that names the extra to install.
@@ -276,7 +268,7 @@ TIMEOUT = 60.0
 """Seconds without a byte after which an HTTP connection counts as dropped."""
 BUFFER = 1 << 18
 REQUESTS = 16
-"""Requests to servers that are made in parallel."""
+"""Files of which something is read in parallel."""
 
 _TAGS = (
     "ETag",
@@ -321,7 +313,7 @@ def version_of(name: str) -> tuple[int, str]:
 def for_each(
     function: Callable[[str], T], names: Sequence[str], what: str
 ) -> list[T]:
-    """Return what a function returns for each file, of which several are read at a time if they are remote.
+    """Return what a function returns for each file, of which several are read at a time.
 
     Args:
         function: Called with a name.
@@ -336,9 +328,7 @@ def for_each(
         with FileErrorContext(name, what):
             return function(name)
 
-    with ThreadPoolExecutor(
-        REQUESTS if any(map(is_remote, names)) else 1
-    ) as pool:
+    with ThreadPoolExecutor(REQUESTS) as pool:
         return list(pool.map(call_with_name, names))
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,7 +16,6 @@ from paddle_shard.data.files.files import (
     Paths,
     for_each,
     is_remote,
-    local_path,
     matched,
     needs,
     open_remote,
@@ -196,21 +194,22 @@ def _opened(
     """
     from pyarrow.parquet import ParquetFile
 
-    # In nanoseconds, pyarrow's default for the INT96 of Spark, only the years 1678 to 2261 have a number.
-    settings = {
-        "pre_buffer": is_remote(file),
-        "coerce_int96_timestamp_unit": "us",
-    }
     opened: Any
     size: int | None
-    if not is_remote(file):
-        opened = nullcontext(local_path(file))
-        size = os.path.getsize(local_path(file))
-    elif cache_dir is None:
+    if cache_dir is None and is_remote(file):
         opened, size = open_remote(file, cache_type="none")
     else:
         opened, size = open_cached(cache_dir, file)
-    with opened as source, ParquetFile(source, **settings) as parquet:
+        opened = opened.detach()  # a buffer would read more than pyarrow needs
+    with (
+        opened,
+        ParquetFile(
+            opened,
+            pre_buffer=is_remote(file),
+            # In nanoseconds, pyarrow's default for the INT96 of Spark, only the years 1678 to 2261 have a number.
+            coerce_int96_timestamp_unit="us",
+        ) as parquet,
+    ):
         yield parquet, size
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain, islice
@@ -17,8 +17,9 @@ from paddle_shard.data.files.files import (
     FileVersion,
     Path,
     identity,
-    local_size,
+    is_remote,
     redacted,
+    version_of,
     within_their_folder,
 )
 from paddle_shard.data.stages.stage import (
@@ -85,12 +86,10 @@ class ShardSource(PartsSource):
         self._names = list(names)
         if not self._names:
             raise ArgumentError("paths must name at least one file, got [].")
-        if len(set(self._names)) < len(self._names):
-            twice = next(
-                name for name in self._names if self._names.count(name) > 1
-            )
+        name, times = Counter(self._names).most_common(1)[0]
+        if times > 1:
             raise ArgumentError(
-                f"paths names {redacted(twice)!r} more than once, so its samples would be delivered as often. "
+                f"paths names {redacted(name)!r} more than once, so its samples would be delivered as often. "
                 "Name each file once; .repeat() reads the stream again."
             )
         self.num_shards: int = len(self._names)
@@ -126,7 +125,10 @@ class ShardSource(PartsSource):
         """Digest of the counts, and of the names within their common folder."""
         # Files that are not counted are identified by their sizes, if these cost no request.
         sizes: Any = (
-            [("size", local_size(file)) for file in self._files]
+            [
+                ("size", None if is_remote(file) else version_of(file)[0])
+                for file in self._files
+            ]
             if self._counts is None
             else self._counts.tolist()
         )
