@@ -18,7 +18,6 @@ from paddle_shard.data.samplers.plan_batches import IndexBatches
 from paddle_shard.errors import (
     ArgumentError,
     ArgumentTypeError,
-    BatchSizeError,
     StateError,
 )
 from paddle_shard.plan.order import Fingerprint
@@ -53,6 +52,9 @@ class UserBatches(IndexBatches):
         "Give it a __len__ (and drop_last, with tail='drop')."
     )
 
+    on_training_thread = True
+    """See `Batches`: the sampler is user code."""
+
     batch_sampler: Iterable[Any]
     """Yields lists of indices; each is a global batch."""
     num_data_ranks: int
@@ -82,11 +84,6 @@ class UserBatches(IndexBatches):
     """(data rank,) if the sampler draws for this data rank alone (`draws_for_rank`); () if all ranks draw alike."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
     """Epoch -> the sampler's own state after a pass has seen its end."""
-
-    @property
-    def on_training_thread(self) -> bool:
-        """See `Batches`: the sampler is user code."""
-        return True
 
     def known_steps(self, start: LoaderState) -> int | None:
         """See `Batches`: as far as lengths tell, which may be estimates."""
@@ -211,6 +208,7 @@ class UserBatches(IndexBatches):
         else:
             drawn = self._replayed(iteration, start)
         number = start.steps
+        batch: list[Any] | None = None
         least = self.nominal_size or 0
         for (batch, state), is_last in seen_ahead(
             drawn,
@@ -225,7 +223,7 @@ class UserBatches(IndexBatches):
                 number, batch, num_rows, iteration.record(batch, state)
             )
             number += 1
-        if not start.samples and not iteration.has_drawn:
+        if not start.samples and batch is None:
             raise ArgumentError(
                 f"the batch_sampler {self._name} has yielded no batch in epoch {iteration.epoch}. "
                 "If it can be iterated only once, give one whose __iter__ starts again each time."
@@ -281,17 +279,13 @@ class UserBatches(IndexBatches):
         if not is_last or (
             self.tail.drops and drops_itself and not self.consecutive
         ):
-            try:
-                check_batch_size(
-                    num_samples,
-                    self.num_data_ranks,
-                    self.accumulation,
-                    hint="Only a short last batch is padded or dropped, and not by a sampler with drop_last.",
-                )
-            except BatchSizeError as error:
-                raise BatchSizeError(
-                    f"step {step} of the batch_sampler {self._name}: {error}"
-                ) from None
+            check_batch_size(
+                num_samples,
+                self.num_data_ranks,
+                self.accumulation,
+                hint=f"It is step {step} of the batch_sampler {self._name}: only a short last batch is padded or "
+                "dropped, and not by a sampler with drop_last.",
+            )
             return num_samples
         if self.tail.refuses:
             raise ArgumentError(
@@ -356,8 +350,6 @@ class SamplerIteration:
         self.epoch = epoch
         seed = derive_seed("sampler", of.seed, epoch, *of.rank_seed)
         self._randomness = PrivateRandomness(of.generators, seed, of.around)
-        self.has_drawn = False
-        """True if it has yielded a batch."""
         self.owner = owner_of(sampler)
         """The object that holds the sampler's state, or None."""
         self._hash = hashlib.blake2b(digest_size=8)
@@ -391,7 +383,6 @@ class SamplerIteration:
                 if self.owner is not None:
                     # A copy, since the sampler may go on to change the object that it returns.
                     state = copy.deepcopy(self.owner.state_dict())
-            self.has_drawn = True
             yield _indices(batch, step), state
 
     def _begin(self, first_size: int) -> Iterator[Any]:
