@@ -71,7 +71,6 @@ class ArrayDataset:
             )
         self._columns = columns
         self._is_named = bool(named)
-        self._is_single = len(arrays) == 1
         self.gathers = all(
             isinstance(array, np.ndarray) for array in columns.values()
         )
@@ -118,7 +117,8 @@ class ArrayDataset:
     def _shaped(self, columns: dict[Any, Any]) -> Any:
         if self._is_named:
             return columns
-        return columns[0] if self._is_single else tuple(columns.values())
+        values = tuple(columns.values())
+        return values if len(values) > 1 else values[0]
 
 
 def check_indexed(what: str, data: Any, way_out: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain, count, islice, repeat, takewhile
 from typing import Any, TypeVar
@@ -60,27 +60,27 @@ class UserBatches(IndexBatches):
     num_data_ranks: int
     tail: Tail
     """Tail of the last batch, if it is short."""
-    nominal_size: int | None = None
+    nominal_size: int | None
     """Rows of a full batch, if the sampler has it."""
-    num_steps: int | None = None
+    num_steps: int | None
     """Steps of an epoch, if the caller can compute them; None: the sampler's own length is used."""
-    accumulation: int = 1
-    seed: int = 0
-    generators: Sequence[Generator] = ()
+    accumulation: int
+    seed: int
+    generators: Sequence[Generator]
     """The global generators that the sampler may draw from."""
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    around: Callable[[], AbstractContextManager[Any]]
     """Entered while the sampler draws."""
-    takes_epoch: bool = False
+    takes_epoch: bool
     """True if the order depends on the sampler's attribute `epoch`, as in Paddle's `DistributedBatchSampler`."""
-    consecutive: bool = False
+    consecutive: bool
     """True if its batches are stretches of one order of samples, which may be cut again into another batch size."""
-    dataset: Any = None
+    dataset: Any
     """The data set, which copies of the sampler share, as they do the one that the sampler was made of."""
-    lengths: Mapping[str, int] = field(default_factory=dict)
+    lengths: Mapping[str, int]
     """Lengths of the data and of the samplers when the run was set up."""
-    balance_rows: BalanceRows | None = None
+    balance_rows: BalanceRows | None
     """Assigns rows to data ranks by cost; None: they stay in their order."""
-    rank_seed: tuple[int, ...] = ()
+    rank_seed: tuple[int, ...]
     """(data rank,) if the sampler draws for this data rank alone (`draws_for_rank`); () if all ranks draw alike."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
     """Epoch -> the sampler's own state after a pass has seen its end."""

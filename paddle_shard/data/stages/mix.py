@@ -193,7 +193,7 @@ class Mix(Stage):
         return [
             (f"{name}: {file}", size, tag)
             for name, stage in self._stages.items()
-            for file, size, tag in stage.files_identity()
+            for file, size, tag in stage.source.files_identity()
         ]
 
     def fingerprint(self) -> list[Any]:

@@ -189,15 +189,15 @@ class Stage:
         """Return what the samples and their order depend on: JSON-able, one entry per stage that matters."""
         return []
 
+    # For sources only
+
     def files_identity(self) -> list[FileVersion]:
-        """Return (name, size in bytes, version tag) of each file of the source, by which other data is detected.
+        """Return (name, size in bytes, version tag) of each file of a source, by which other data is detected.
 
         The tag is an ETag or a time of modification. Sources without files return what else they know by name, or
         nothing. It is computed on demand: remote files cost a request each.
         """
-        return [] if self.upstream is None else self.upstream.files_identity()
-
-    # For sources only
+        return []
 
     once = False
     """True if it can be opened only once."""
