@@ -190,9 +190,9 @@ class UserBatches(IndexBatches):
             lambda batch: steps is not None and batch.number + 1 >= steps,
         ):
             state = batch.sampler.state
-            if is_last and iteration.epoch in self._ends:
+            if is_last and start.epoch in self._ends:
                 # A state that is saved here knows where the next epoch begins.
-                state = {**state, "end": self._ends[iteration.epoch]}
+                state = {**state, "end": self._ends[start.epoch]}
             yield batch._replace(
                 sampler=batch.sampler._replace(is_last=is_last, state=state)
             )
@@ -225,11 +225,11 @@ class UserBatches(IndexBatches):
             number += 1
         if not start.samples and batch is None:
             raise ArgumentError(
-                f"the batch_sampler {self._name} has yielded no batch in epoch {iteration.epoch}. "
+                f"the batch_sampler {self._name} has yielded no batch in epoch {start.epoch}. "
                 "If it can be iterated only once, give one whose __iter__ starts again each time."
             )
         if iteration.owner is not None:
-            self._ends[iteration.epoch] = copy.deepcopy(
+            self._ends[start.epoch] = copy.deepcopy(
                 iteration.owner.state_dict()
             )
 
@@ -261,7 +261,7 @@ class UserBatches(IndexBatches):
             != iteration.digest
         ):
             raise StateError(
-                f"state is at sample {samples} of epoch {iteration.epoch}, but the first {samples} samples that the "
+                f"state is at sample {samples} of epoch {start.epoch}, but the first {samples} samples that the "
                 f"batch_sampler {self._name} draws now are not those that were delivered. {_REPLAYED} Where each rank "
                 "has rows of its own (loader.is_dataset_splitted), load the state that this rank has saved."
             )
@@ -347,7 +347,6 @@ class SamplerIteration:
         self._sampler = sampler
         self._cut_size = of.nominal_size if of.consecutive else None
         """Size of the batches that are cut from single indices; None: the sampler yields batches."""
-        self.epoch = epoch
         seed = derive_seed("sampler", of.seed, epoch, *of.rank_seed)
         self._randomness = PrivateRandomness(of.generators, seed, of.around)
         self.owner = owner_of(sampler)
