@@ -5,18 +5,12 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import paddle.io
 
 from paddle_shard.core.checks import check_count
-from paddle_shard.data.external import (
-    ExternalSource,
-    IterableOrFunction,
-    IterableSource,
-    is_iterable_dataset,
-)
+from paddle_shard.data.external import ExternalSource
 from paddle_shard.data.files.counts import file_source
 from paddle_shard.data.files.files import Path, Paths
 from paddle_shard.data.files.huggingface import HuggingFaceSource
@@ -28,6 +22,11 @@ from paddle_shard.data.files.text import (
     csv_format,
 )
 from paddle_shard.data.files.webdataset import decoder, webdataset_source
+from paddle_shard.data.iterable import (
+    IterableOrFunction,
+    IterableSource,
+    SelfSplit,
+)
 from paddle_shard.data.mixture import Weights, check_mixture
 from paddle_shard.data.stages import (
     Filter,
@@ -43,7 +42,6 @@ from paddle_shard.data.stages.cut import cut, is_cut
 from paddle_shard.data.stages.mix import Mix
 from paddle_shard.data.stages.pack import PackedRows, check_long
 from paddle_shard.data.stages.stage import Opening, Stage
-from paddle_shard.data.worker_info import SelfSplit, iterate_with
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.packing import MAX_WINDOW
 from paddle_shard.plan.weights import schedule_of
@@ -89,12 +87,7 @@ class Stream(paddle.io.IterableDataset):
                 ".lines(paths), .jsonl(paths), .parquet(paths), .webdataset(urls)."
             )
         if not isinstance(source, Stage):
-            begin = (
-                partial(iterate_with, None)
-                if is_iterable_dataset(source)
-                else None
-            )
-            source = IterableSource(source, begin)
+            source = IterableSource(source)
         self._stage = source
         """The last stage, as the user put the stream together."""
         self._num_parts: int | None = None

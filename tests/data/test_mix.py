@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_shard import Stream
-from paddle_shard.data.external import IterableSource
+from paddle_shard.data.iterable import IterableSource
 from paddle_shard.data.stages import Map, Repeat, Shuffle, Stripe
 from paddle_shard.data.stages.mix import Mix
 from paddle_shard.errors import ArgumentError, ArgumentTypeError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paddle_shard import Stream
 from paddle_shard.core.randomness import NumpyGenerator, PythonGenerator
-from paddle_shard.data.external import IterableSource
+from paddle_shard.data.iterable import IterableSource
 from paddle_shard.data.stages import (
     Filter,
     Group,

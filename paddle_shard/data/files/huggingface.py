@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.data.external import set_epoch_of
 from paddle_shard.data.files.files import (
     FileVersion,
     needs,
     within_their_folder,
 )
+from paddle_shard.data.iterable import set_epoch_of
 from paddle_shard.data.stages.stage import (
     Opening,
     PartsSource,
