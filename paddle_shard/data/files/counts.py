@@ -66,9 +66,14 @@ class ShardEntry:
     samples: int
     bytes: int
     """Size of the file."""
-    starts: tuple[int, ...] = ()
+    starts: Sequence[int] = ()
     """Bytes at which samples 0, `every`, 2 * `every`, ... begin; empty if the file is compressed as a whole."""
-    every: int
+    every: int = EVERY
+
+    def __post_init__(self) -> None:
+        check_count("every", self.every)
+        for number in (self.samples, self.bytes, *self.starts):
+            check_count("a number", number, 0, _INT64_MAX)
 
     def before(self, sample: int) -> tuple[int, int]:
         """Return the last known byte where a sample at or before `sample` begins, and how many samples lie between."""
@@ -76,23 +81,6 @@ class ShardEntry:
             return 0, sample
         number = min(sample // self.every, len(self.starts) - 1)
         return self.starts[number], sample - number * self.every
-
-    @classmethod
-    def from_json(cls, entry: Any) -> ShardEntry:
-        """Return the entry of an index file or of kept counts.
-
-        Raises:
-            TypeError, ValueError, KeyError: It is damaged.
-        """
-        starts = entry.get("starts", ())
-        return cls(
-            samples=check_count("samples", entry["samples"], 0, _INT64_MAX),
-            bytes=check_count("bytes", entry["bytes"], 0, _INT64_MAX),
-            starts=tuple(
-                check_count("starts", start, 0, _INT64_MAX) for start in starts
-            ),
-            every=check_count("every", entry.get("every", EVERY)),
-        )
 
 
 Entries = Mapping[str, ShardEntry]
@@ -128,7 +116,7 @@ def count_file(
             samples=num_samples,
             bytes=opened.tell() if size is None else size,
             # In a compressed file, no sample can be found by its byte.
-            starts=tuple(starts) if file is opened else (),
+            starts=starts if file is opened else (),
             every=every,
         )
 
@@ -169,7 +157,9 @@ def count_files(
     # One process counts; the others wait and read what it has written.
     with file_lock(f"{path}.lock"):
         with contextlib.suppress(OSError, *DAMAGE):
-            entries = map(ShardEntry.from_json, json.loads(path.read_bytes()))
+            entries = [
+                ShardEntry(**entry) for entry in json.loads(path.read_bytes())
+            ]
             return dict(zip(names, entries, strict=True))
         counted_files = _count_each(names, form.starts, cache_dir)
         text = json.dumps([asdict(entry) for entry in counted_files.values()])
