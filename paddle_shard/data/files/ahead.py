@@ -30,7 +30,7 @@ class FileAhead(io.RawIOBase):
         """Begin to open and to read.
 
         Args:
-            open_file: Opens the file, and returns it with its size in bytes if that is known. A local file, such as a
+            open_file: Opens the file, and returns it with its size in bytes. A local file, such as a
                 copy that it has downloaded, is not read by the thread.
             limit: Bytes that may wait.
         """

@@ -114,7 +114,7 @@ def count_file(
             num_samples = number + 1
         return ShardEntry(
             samples=num_samples,
-            bytes=opened.tell() if size is None else size,
+            bytes=size,
             # In a compressed file, no sample can be found by its byte.
             starts=starts if file is opened else (),
             every=every,
@@ -125,7 +125,7 @@ def count_files(
     names: Sequence[str],
     form: Format,
     counts: bool | None,
-    cache_dir: str | None = None,
+    cache_dir: str | None,
 ) -> Entries | None:
     """Count the samples of files. The counts of local ones are kept in the user's cache directory.
 
@@ -235,7 +235,7 @@ class FileReader:
         ):
             if self.entries is not None:
                 counted_size = self.entries[name].bytes
-                if size not in (None, counted_size):
+                if size != counted_size:
                     raise ValueError(
                         f"the file has {size} bytes, and had {counted_size} when it was counted. It has changed since, "
                         f"or is another file of that name: {RECOUNT}"

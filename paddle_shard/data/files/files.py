@@ -35,8 +35,8 @@ from paddle_shard.errors import (
 T = TypeVar("T")
 Path = str | os.PathLike[str]
 Paths = Path | Sequence[Path]
-FileAndSize = tuple[BinaryIO, int | None]
-"""(file, size of the whole file in bytes, if known)."""
+FileAndSize = tuple[BinaryIO, int]
+"""(file, size of the whole file in bytes)."""
 FileVersion = tuple[str, int, str]
 """(name, size in bytes, version tag) of a file."""
 
@@ -347,7 +347,7 @@ def identity(names: Sequence[str]) -> list[FileVersion]:
 
 
 def open_file(name: str, start: int = 0) -> FileAndSize:
-    """Open a local path or a URL at a byte; return the file and the size of the whole file in bytes, if known.
+    """Open a local path or a URL at a byte; return the file and the size of the whole file in bytes.
 
     A range of a remote file that cannot be read is requested again.
     """

@@ -101,7 +101,7 @@ def parquet_source(
     return source
 
 
-_Footer = tuple[list[int], dict[str, str], int | None]
+_Footer = tuple[list[int], dict[str, str], int]
 """(number of rows of each row group, Arrow type of each top-level column, size of the file in bytes)"""
 
 
@@ -109,7 +109,7 @@ _Footer = tuple[list[int], dict[str, str], int | None]
 class _GroupReader:
     """Reads the rows of a row group, from a row on."""
 
-    groups: Mapping[str, tuple[str, int, int | None]]
+    groups: Mapping[str, tuple[str, int, int]]
     """Name of a row group -> (file, number of the row group, size of the file in bytes)."""
     columns: list[str] | None
     allow_nulls: bool
@@ -183,7 +183,7 @@ def _footer(file: str) -> _Footer:
 @contextmanager
 def _opened(
     file: str, cache_dir: str | None = None
-) -> Iterator[tuple[Any, int | None]]:
+) -> Iterator[tuple[Any, int]]:
     """Open a file by pyarrow; yield it with its size in bytes.
 
     Only what pyarrow requests is read of a remote file without a copy.
@@ -195,7 +195,6 @@ def _opened(
     from pyarrow.parquet import ParquetFile
 
     opened: Any
-    size: int | None
     if cache_dir is None and is_remote(file):
         opened, size = open_remote(file, cache_type="none")
     else:
