@@ -28,20 +28,18 @@ from paddle_shard.data.iterable import (
     SelfSplit,
 )
 from paddle_shard.data.mixture import Weights, check_mixture
-from paddle_shard.data.stages import (
+from paddle_shard.data.stages.cut import Stripe, cut, is_cut
+from paddle_shard.data.stages.mix import Mix
+from paddle_shard.data.stages.pack import Pack, PackedRows, check_long
+from paddle_shard.data.stages.stage import Opening, Stage
+from paddle_shard.data.stages.steps import (
     Filter,
     Group,
     Map,
-    Pack,
     Repeat,
     Shuffle,
-    Stripe,
     Unbatch,
 )
-from paddle_shard.data.stages.cut import cut, is_cut
-from paddle_shard.data.stages.mix import Mix
-from paddle_shard.data.stages.pack import PackedRows, check_long
-from paddle_shard.data.stages.stage import Opening, Stage
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.packing import MAX_WINDOW
 from paddle_shard.plan.weights import schedule_of

@@ -14,20 +14,19 @@ from hypothesis import strategies as st
 from paddle_shard import Stream
 from paddle_shard.core.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.data.iterable import IterableSource
-from paddle_shard.data.stages import (
+from paddle_shard.data.stages.cut import Stripe
+from paddle_shard.data.stages.mix import Mix
+from paddle_shard.data.stages.pack import Pack, PackedRows
+from paddle_shard.data.stages.stage import Opening, Stage, Unreadable
+from paddle_shard.data.stages.steps import (
     Filter,
     Group,
     Map,
-    Pack,
     Repeat,
     Shuffle,
-    Stripe,
     Unbatch,
+    in_rounds,
 )
-from paddle_shard.data.stages.mix import Mix
-from paddle_shard.data.stages.pack import PackedRows
-from paddle_shard.data.stages.stage import Opening, Stage, Unreadable
-from paddle_shard.data.stages.steps import in_rounds
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.seeding import mix

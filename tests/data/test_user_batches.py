@@ -10,7 +10,7 @@ from paddle_shard.core.randomness import (
     PrivateRandomness,
     PythonGenerator,
 )
-from paddle_shard.data.samplers import UserBatches
+from paddle_shard.data.samplers.user_batches import UserBatches
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, BatchSizeError
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import find_tail
