@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -169,14 +168,10 @@ class Packed:
         return {
             "length": self.packing.length,
             "window": self.packing.window,
-            "documents": self._documents_crc,
+            "documents": zlib.crc32(
+                np.ascontiguousarray(self.packing.lengths, np.int64).tobytes()
+            ),
         }
-
-    @cached_property
-    def _documents_crc(self) -> int:
-        return zlib.crc32(
-            np.ascontiguousarray(self.packing.lengths, np.int64).tobytes()
-        )
 
     def _of_document(self, piece: Piece) -> tuple[str, Fields, Piece]:
         """Return the name of a piece's document, its fields that have an entry for each token, and the piece."""
