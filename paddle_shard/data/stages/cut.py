@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from copy import copy
 from itertools import islice
@@ -108,9 +107,7 @@ class _Turns:
         except Exception as error:
             owner, number = divmod(len(turn), size)
             place = (owner, begin // self._opening.num_parts + number)
-            # the exception allows no attributes
-            with contextlib.suppress(Exception):
-                setattr(error, FAILED_AT, place)
+            error.__dict__[FAILED_AT] = place
             raise
         self._position += len(turn)
         if self._seen is not None:
