@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from paddle_shard.data.stages.stage import (
+    WHOLE,
     Lengths,
     Opening,
     Samples,
@@ -119,5 +120,5 @@ class _Turns:
 
 def chosen_num_parts(source: Stage, micro_rows: int) -> int:
     """Return the number of parts of a stream for which the user has chosen none."""
-    counted = source.lengths(Opening(parts=(0,), num_parts=1)) is not None
+    counted = source.lengths(WHOLE) is not None
     return choose_num_parts(micro_rows, None if counted else source.num_shards)

@@ -12,7 +12,13 @@ import numpy as np
 
 from paddle_shard.data.files.files import FileVersion
 from paddle_shard.data.stages.cut import FAILED_AT
-from paddle_shard.data.stages.stage import Lengths, Opening, Samples, Stage
+from paddle_shard.data.stages.stage import (
+    WHOLE,
+    Lengths,
+    Opening,
+    Samples,
+    Stage,
+)
 from paddle_shard.data.stages.steps import Rounds, in_rounds
 from paddle_shard.plan.mixture import NEVER, Draws
 from paddle_shard.plan.parts import nothing_to_repeat
@@ -73,11 +79,10 @@ class Mix(Stage):
         are_endless = [stage.endless for stage in self._stages.values()]
         self.endless = any(are_endless) if self._every else all(are_endless)
         # The fewest files of a source of which no part can have less than one file.
-        whole = Opening(parts=(0,), num_parts=1)
         uncounted = [
             stage.source.num_shards
             for stage in self._stages.values()
-            if stage.lengths(whole) is None
+            if stage.lengths(WHOLE) is None
         ]
         self.num_shards = min(filter(None, uncounted), default=None)
 

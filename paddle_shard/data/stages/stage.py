@@ -105,6 +105,10 @@ class Opening:
             rng.seed(key, number + 1)
 
 
+WHOLE = Opening(parts=(0,), num_parts=1)
+"""A whole stream, as one part."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unreadable:
     """Replaces a sample of a part on which the user's code has failed.
