@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from paddle_shard.core.checks import length_or_none
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 
 NO_REPEAT = "Leave repeat() out (each pass over the loader is an epoch), or give it a number."
@@ -56,22 +57,21 @@ class ArrayDataset:
                 "ArrayDataset takes arrays, by position or by name, and at least one."
             )
         columns: dict[Any, Any] = dict(named or enumerate(arrays))
+        lengths = {}
         for name, array in columns.items():
-            check_indexed(
+            lengths[name] = check_indexed(
                 f"array {name!r}",
                 array,
                 "Give arrays that are indexed by rows.",
             )
             if isinstance(array, list | tuple):
                 columns[name] = np.asarray(array)
-        lengths = {name: len(array) for name, array in columns.items()}
         if len(set(lengths.values())) > 1:
             raise ArgumentError(
                 f"arrays must have as many rows each, got {lengths}."
             )
         self._columns = columns
         self._is_named = bool(named)
-        self._is_single = len(arrays) == 1
         self.gathers = all(
             isinstance(array, np.ndarray) for array in columns.values()
         )
@@ -118,11 +118,12 @@ class ArrayDataset:
     def _shaped(self, columns: dict[Any, Any]) -> Any:
         if self._is_named:
             return columns
-        return columns[0] if self._is_single else tuple(columns.values())
+        values = tuple(columns.values())
+        return values if len(values) > 1 else values[0]
 
 
-def check_indexed(what: str, data: Any, way_out: str) -> None:
-    """Refuse what is not a data set with an index.
+def check_indexed(what: str, data: Any, way_out: str) -> int:
+    """Return the length of a data set with an index.
 
     Args:
         what: Name of the argument, for the message.
@@ -130,13 +131,15 @@ def check_indexed(what: str, data: Any, way_out: str) -> None:
         way_out: What to do with other data.
 
     Raises:
-        ArgumentTypeError: It lacks `__len__` or `__getitem__`, or is text or a dict.
+        ArgumentTypeError: It lacks `__len__` or `__getitem__`, or its length raises, or it is text or a dict.
     """
-    has_index = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    if not has_index or isinstance(data, str | Mapping):
+    length = length_or_none(data)
+    is_text_or_dict = isinstance(data, str | Mapping)
+    if length is None or not hasattr(data, "__getitem__") or is_text_or_dict:
         raise ArgumentTypeError(
             f"{what} must have a length and an index (__len__, __getitem__), got {type(data).__name__}. {way_out}"
         )
+    return length
 
 
 def as_rows(indices: Sequence[int]) -> slice | np.ndarray[Any, Any]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paddle_shard.core.checks import check_count, length_or_none
+from paddle_shard.core.checks import check_count
 from paddle_shard.data.arrays import NO_REPEAT, IndexedData, check_indexed
 from paddle_shard.data.packed import Packed
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
@@ -200,13 +200,7 @@ def check_mixture(what: str, sources: Any, stop: str) -> None:
 
 def _length(name: str, source: Any) -> int:
     streams = "Streams are mixed by paddle_shard.Stream.mixture."
-    check_indexed(f"Mixture: source {name!r}", source, streams)
-    length = length_or_none(source)
-    # a Stream's raises, and those of Paddle's iterable data sets
-    if length is None:
-        raise ArgumentTypeError(
-            f"Mixture: source {name!r} has no length. {streams}"
-        )
+    length = check_indexed(f"Mixture: source {name!r}", source, streams)
     if not 1 <= length <= MAX_LENGTH:
         raise ArgumentError(
             f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. {NO_REPEAT}"

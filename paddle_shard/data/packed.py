@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -150,12 +149,7 @@ class Packed:
                 f"row {row} is out of range for {len(self)} packed rows"
             )
         pieces = self.packing.pieces(row % len(self))
-        names = [f"document {piece.document}" for piece in pieces]
-        fields = [
-            self._fields(piece, name)
-            for piece, name in zip(pieces, names, strict=True)
-        ]
-        return self.rows.row(list(zip(fields, pieces, strict=True)), names)
+        return self.rows.row([self._of_document(piece) for piece in pieces])
 
     def sample_name(self, row: int) -> str:
         """Return a row's number and documents, which errors and logs show.
@@ -174,26 +168,23 @@ class Packed:
         return {
             "length": self.packing.length,
             "window": self.packing.window,
-            "documents": self._documents_crc,
+            "documents": zlib.crc32(
+                np.ascontiguousarray(self.packing.lengths, np.int64).tobytes()
+            ),
         }
 
-    @cached_property
-    def _documents_crc(self) -> int:
-        return zlib.crc32(
-            np.ascontiguousarray(self.packing.lengths, np.int64).tobytes()
-        )
-
-    def _fields(self, piece: Piece, what: str) -> Fields:
-        """Return the fields of a piece's document that have an entry for each token."""
+    def _of_document(self, piece: Piece) -> tuple[str, Fields, Piece]:
+        """Return the name of a piece's document, its fields that have an entry for each token, and the piece."""
+        name = f"document {piece.document}"
         document = self.documents[piece.document]
         num_tokens = len(tokens_of(document, self.rows.key))
         expected = self.lengths[piece.document]
         if num_tokens != expected:
             raise ValueError(
-                f"{what} has {num_tokens} tokens, but {expected} by lengths=. Count again (leave lengths= out). "
+                f"{name} has {num_tokens} tokens, but {expected} by lengths=. Count again (leave lengths= out). "
                 "Documents of random length can be packed by Stream.pack."
             )
-        return self.rows.fields(document, what)
+        return name, self.rows.fields(document, name), piece
 
 
 def _count_tokens(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:

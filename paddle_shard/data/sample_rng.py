@@ -35,9 +35,9 @@ class SampleRng:
         self.seeds = uses_rng is not False and len(generators) > 0
         self.unread_sources: set[Any] = set()
         """Sources of a mixture of which nothing was read yet; batches are looked at until there are none."""
-        self._used = False
         self._marks: list[Any] | None = None
-        """The generators' marks at the beginning or after the last seeding, while a batch is looked at; else None."""
+        """The generators' marks at the beginning or after the last seeding, while a batch is looked at; None once they
+        were used."""
 
     def seed(self, key: int, number: int | None = None) -> None:
         """Seed the generators with a key in [0, 2^64), or for a number under that key, if samples use them."""
@@ -51,8 +51,8 @@ class SampleRng:
             self._marks = self._current_marks()
 
     def _look(self) -> None:
-        if self._marks is not None and not self._used:
-            self._used = self._current_marks() != self._marks
+        if self._marks is not None and self._current_marks() != self._marks:
+            self._marks = None
 
     def _current_marks(self) -> list[Any]:
         return [generator.mark() for generator in self._generators]
@@ -68,16 +68,16 @@ class SampleRng:
         before = states(self._generators) if keep else None
         seeded = self.seeds
         self.seeds = True
-        self._used = False
         self._marks = self._current_marks() if look else None
         try:
             yield
             self._look()
         finally:
             if look:
-                if self._used:
+                is_used = self._marks is None
+                if is_used:
                     self.unread_sources.clear()
-                self.seeds = self._used or len(self.unread_sources) > 0
+                self.seeds = is_used or len(self.unread_sources) > 0
                 self._marks = None
             else:
                 self.seeds = seeded

@@ -5,45 +5,41 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import paddle.io
 
 from paddle_shard.core.checks import check_count
-from paddle_shard.data.external import (
-    ExternalSource,
-    IterableOrFunction,
-    IterableSource,
-    is_iterable_dataset,
-)
+from paddle_shard.data.external import ExternalSource
 from paddle_shard.data.files.counts import file_source
 from paddle_shard.data.files.files import Path, Paths
 from paddle_shard.data.files.huggingface import HuggingFaceSource
 from paddle_shard.data.files.parquet import parquet_source
-from paddle_shard.data.files.shards import FileOptions, check_options
+from paddle_shard.data.files.shards import FileOptions
 from paddle_shard.data.files.text import (
     JSON_LINES,
     LINES,
     csv_format,
 )
 from paddle_shard.data.files.webdataset import decoder, webdataset_source
+from paddle_shard.data.iterable import (
+    IterableOrFunction,
+    IterableSource,
+    SelfSplit,
+)
 from paddle_shard.data.mixture import Weights, check_mixture
-from paddle_shard.data.stages import (
+from paddle_shard.data.stages.cut import Stripe, cut, is_cut
+from paddle_shard.data.stages.mix import Mix
+from paddle_shard.data.stages.pack import Pack, PackedRows, check_long
+from paddle_shard.data.stages.stage import Opening, Stage
+from paddle_shard.data.stages.steps import (
     Filter,
     Group,
     Map,
-    Pack,
     Repeat,
     Shuffle,
-    Stripe,
     Unbatch,
 )
-from paddle_shard.data.stages.cut import cut, is_cut
-from paddle_shard.data.stages.mix import Mix
-from paddle_shard.data.stages.pack import PackedRows, check_long
-from paddle_shard.data.stages.stage import Opening, Stage
-from paddle_shard.data.worker_info import SelfSplit, iterate_with
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.packing import MAX_WINDOW
 from paddle_shard.plan.weights import schedule_of
@@ -89,12 +85,7 @@ class Stream(paddle.io.IterableDataset):
                 ".lines(paths), .jsonl(paths), .parquet(paths), .webdataset(urls)."
             )
         if not isinstance(source, Stage):
-            begin = (
-                partial(iterate_with, None)
-                if is_iterable_dataset(source)
-                else None
-            )
-            source = IterableSource(source, begin)
+            source = IterableSource(source)
         self._stage = source
         """The last stage, as the user put the stream together."""
         self._num_parts: int | None = None
@@ -197,7 +188,6 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.csv("data/*.csv").map(lambda row: float(row["x"]))  # doctest: +SKIP
         """
-        check_options(cls.csv, options)
         form = csv_format(header=header, delimiter=delimiter)
         return cls(file_source(paths, form, counts=counts, **options))
 
@@ -230,7 +220,6 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.lines(["a.txt", "b.txt.gz"]).shuffle(10_000)  # doctest: +SKIP
         """
-        check_options(cls.lines, options)
         return cls(file_source(paths, LINES, counts=counts, **options))
 
     @classmethod
@@ -255,7 +244,6 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.jsonl("data/*.jsonl").map(lambda value: value["text"])  # doctest: +SKIP
         """
-        check_options(cls.jsonl, options)
         return cls(file_source(paths, JSON_LINES, counts=counts, **options))
 
     @classmethod
@@ -286,7 +274,6 @@ class Stream(paddle.io.IterableDataset):
             >>> tars = Stream.webdataset("data/train-{000..099}.tar")  # doctest: +SKIP
             >>> stream = tars.shuffle(1000).decode("rgb8").map(lambda s: (s["jpg"], s["cls"]))  # doctest: +SKIP
         """
-        check_options(cls.webdataset, options)
         return cls(webdataset_source(urls, index=index, **options))
 
     @classmethod
@@ -317,7 +304,6 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.parquet("data/*.parquet", columns=["x", "y"]).shuffle(1000)  # doctest: +SKIP
         """
-        check_options(cls.parquet, options)
         source = parquet_source(
             paths, columns=columns, allow_nulls=allow_nulls, **options
         )

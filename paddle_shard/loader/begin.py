@@ -7,9 +7,9 @@ from functools import partial
 from typing import NamedTuple
 
 from paddle_shard.data.identity import (
+    identity_of_copies,
     identity_of_files,
     identity_of_samples,
-    in_words,
 )
 from paddle_shard.errors import SplitError, UnequalEndsError
 from paddle_shard.loader.placing import Placing, place_stream
@@ -136,7 +136,7 @@ def _open_agreement(
     setup: LoaderSetup, start: LoaderState, *, same_data: bool
 ) -> Agreement:
     stream = setup.source.stream
-    identity = in_words(setup.run.identity or {})
+    identity = identity_of_copies(setup.run.identity or {})
     position = {"epoch": start.epoch, "step": start.steps}
     terms = AgreementConfig(
         label={**setup.config, **identity, **position},

@@ -225,8 +225,10 @@ def _warn_if_uneven(setup: LoaderSetup) -> None:
         setup.stats.most_uneven = share
         warn_once(
             f"tail='pad': {share:.0%} of this rank's rows were padding, since the stream's {stream.plan.num_parts} "
-            f"parts end at different times. {stream.stage.source.uneven_parts} With tail='repeat' or num_batches= "
-            "nothing is lost."
+            "parts end at different times. A filter leaves parts of different lengths, and so do shards that are not "
+            "counted, of which a part reads whole ones: count files (counts=True; for tars index=, made by "
+            "`paddle-shard index`), use fewer parts (in_parts()), or many shards of one size. With tail='repeat' or "
+            "num_batches= nothing is lost."
         )
 
 

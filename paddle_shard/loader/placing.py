@@ -12,7 +12,7 @@ import paddle.io
 
 from paddle_shard.core.forks import no_fork
 from paddle_shard.core.trees import leaves, named_leaves
-from paddle_shard.data.samplers import UserBatches
+from paddle_shard.data.samplers.user_batches import UserBatches
 from paddle_shard.errors import DataReadError
 from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.placement.local_tensor import TensorMaker

@@ -16,8 +16,12 @@ from paddle_shard.data.costs import costs_of
 from paddle_shard.data.generators import generators_of
 from paddle_shard.data.mixture import DROPPED_OF_MIXTURE, Mixture
 from paddle_shard.data.packed import Packed
-from paddle_shard.data.samplers import PlanBatches, UserBatches
-from paddle_shard.data.samplers.user_batches import owner_of, samplers
+from paddle_shard.data.samplers.plan_batches import PlanBatches
+from paddle_shard.data.samplers.user_batches import (
+    UserBatches,
+    owner_of,
+    samplers,
+)
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.loader.arguments import ASSIGNS, SIZES_BATCHES, reject
 from paddle_shard.placement.field import FieldLayout

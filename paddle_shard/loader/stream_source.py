@@ -16,16 +16,10 @@ from paddle.distributed.auto_parallel.api import ShardDataloader
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.external import ExternalLoader, ExternalSource
 from paddle_shard.data.files.shards import ShardSource
-from paddle_shard.data.stages import (
-    Filter,
-    Group,
-    Pack,
-    Repeat,
-    Shuffle,
-    Stripe,
-)
-from paddle_shard.data.stages.cut import chosen_num_parts, cut
+from paddle_shard.data.stages.cut import Stripe, chosen_num_parts, cut
+from paddle_shard.data.stages.pack import Pack
 from paddle_shard.data.stages.stage import Stage
+from paddle_shard.data.stages.steps import Filter, Group, Repeat, Shuffle
 from paddle_shard.data.stream import Stream, last_stage
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.loader.arguments import reject

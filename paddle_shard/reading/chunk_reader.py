@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_shard.data.stages.cut import FAILED_AT, Stripe
-from paddle_shard.data.stages.stage import Opening, Stage, Stated, Unreadable
+from paddle_shard.data.stages.stage import (
+    WHOLE,
+    Opening,
+    Stage,
+    Stated,
+    Unreadable,
+)
 from paddle_shard.data.stages.steps import in_rounds
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.plan.parts import PartsPlan
@@ -121,7 +127,7 @@ class ChunkReader(Reader):
         self._pass_number: int | None = None
         self._parts: Sequence[Iterator[Any]] = []
         """For each part its samples, or if parts are repeated, pairs of the round and the sample."""
-        self._padding = Padding(stage, Opening(parts=(0,), num_parts=1))
+        self._padding = Padding(stage, WHOLE)
         self._digests = TurnDigests()
         self._state: Any = None
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import paddle.io
 
-from paddle_shard.data.external import IterableSource
+from paddle_shard.data.iterable import IterableSource
 from paddle_shard.reading.batch import Even
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.executor import (

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paddle_shard.data.external import ExternalSource
-from paddle_shard.data.samplers import Batches
-from paddle_shard.data.stages import Stripe
+from paddle_shard.data.samplers.plan_batches import Batches
+from paddle_shard.data.stages.cut import Stripe
 from paddle_shard.data.stages.stage import Opening, Stage
 from paddle_shard.errors import StateError
 from paddle_shard.plan.partition import Rows

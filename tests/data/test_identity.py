@@ -10,7 +10,7 @@ from paddle_shard.data.stream import last_stage
 
 
 def identity(stream):
-    return last_stage(stream)[0].files_identity()
+    return last_stage(stream)[0].source.files_identity()
 
 
 def lines_of(folder):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_shard.data.external import IterableSource
+from paddle_shard.data.iterable import IterableSource
 from paddle_shard.data.stages.stage import Opening
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.seeding import mix

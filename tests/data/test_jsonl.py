@@ -49,7 +49,7 @@ def test_damaged_line_is_named_with_its_file(counts, tmp_path):
     assert next(values) == {"a": 1}
     with pytest.raises(
         ShardReadError,
-        match=r"a\.jsonl.*line at byte \d+ \(line \d\): .*Expecting value",
+        match=r"a\.jsonl.*line at byte \d+: .*Expecting value",
     ):
         next(values)
 

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_shard import Stream
-from paddle_shard.data.external import IterableSource
-from paddle_shard.data.stages import Map, Repeat, Shuffle, Stripe
+from paddle_shard.data.iterable import IterableSource
+from paddle_shard.data.stages.cut import Stripe
 from paddle_shard.data.stages.mix import Mix
+from paddle_shard.data.stages.steps import Map, Repeat, Shuffle
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.weights import WeightedInterleave, schedule_of
 from tests.data.test_stages import Parts, contents, opening

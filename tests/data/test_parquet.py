@@ -112,8 +112,8 @@ def test_parquet_fetches_only_the_groups_and_columns_needed(
 
     parquet_file = pq.ParquetFile
 
-    def counting(name, **options):
-        opened.append(Counting(name))
+    def counting(file, **options):
+        opened.append(Counting(file.name))
         return parquet_file(opened[-1], **options)
 
     monkeypatch.setattr("pyarrow.parquet.ParquetFile", counting)

@@ -157,7 +157,9 @@ def test_files_identity_changes_with_the_tag_of_an_s3_file(server, kind):
             system.pipe_file(
                 f"{BUCKET}/anew/{number}.{ending}", content_of(ids)
             )
-        return last_stage(SOURCES[kind](f"{FOLDER}/anew"))[0].files_identity()
+        return last_stage(SOURCES[kind](f"{FOLDER}/anew"))[
+            0
+        ].source.files_identity()
 
     first = identity(1000)
     assert [name for name, _, _ in first] == [

@@ -20,7 +20,7 @@ class Shards:
         self.lengths = {f"s{i}": length for i, length in enumerate(lengths)}
         self.opened = []
 
-    def read(self, name, skip):
+    def read(self, name, skip, _ahead):
         self.opened.append((name, skip))
         for number in range(skip, self.lengths[name]):
             yield f"{name}/{number}"
@@ -236,7 +236,7 @@ def test_shard_with_too_many_samples_is_found_in_time():
     ("counted", "skip"), [(True, 0), (False, 0), (True, 6), (False, 6)]
 )
 def test_shard_read_error_names_shard_and_sample(counted, skip):
-    def read(name, start):
+    def read(name, start, _ahead):
         for number in range(start, 5):
             if (name, number) == ("b", 3):
                 raise OSError("disk on fire")
@@ -268,7 +268,7 @@ def test_shard_read_error_names_shard_and_sample(counted, skip):
 def test_shard_is_closed_when_a_part_ends_inside_it_or_is_left():
     closed = []
 
-    def read(name, skip):
+    def read(name, skip, _ahead):
         try:
             yield from range(skip, 10)
         finally:
@@ -304,8 +304,12 @@ def test_fingerprint_is_of_what_samples_and_order_depend_on(change, same):
 
 
 def test_shard_secrets_are_in_no_fingerprint_and_no_error():
+    def read(name, skip, _ahead):
+        raise OSError("no such host")
+        yield
+
     first, second = (
-        ShardSource([f"https://u:pw@h/0.tar?sig={n}"], None) for n in (1, 2)
+        ShardSource([f"https://u:pw@h/0.tar?sig={n}"], read) for n in (1, 2)
     )
 
     assert first.fingerprint() == second.fingerprint()

@@ -8,7 +8,7 @@ import pytest
 from paddle.io import ChainDataset, DataLoader, IterableDataset
 
 import paddle_shard
-from paddle_shard.data.external import copy_for_reading
+from paddle_shard.data.iterable import copy_for_reading
 from tests.helpers import ONE, locals_of, sharded
 
 FILES = 6

@@ -13,21 +13,20 @@ from hypothesis import strategies as st
 
 from paddle_shard import Stream
 from paddle_shard.core.randomness import NumpyGenerator, PythonGenerator
-from paddle_shard.data.external import IterableSource
-from paddle_shard.data.stages import (
+from paddle_shard.data.iterable import IterableSource
+from paddle_shard.data.stages.cut import Stripe
+from paddle_shard.data.stages.mix import Mix
+from paddle_shard.data.stages.pack import Pack, PackedRows
+from paddle_shard.data.stages.stage import Opening, Stage, Unreadable
+from paddle_shard.data.stages.steps import (
     Filter,
     Group,
     Map,
-    Pack,
     Repeat,
     Shuffle,
-    Stripe,
     Unbatch,
+    in_rounds,
 )
-from paddle_shard.data.stages.mix import Mix
-from paddle_shard.data.stages.pack import PackedRows
-from paddle_shard.data.stages.stage import Opening, Stage, Unreadable
-from paddle_shard.data.stages.steps import in_rounds
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.seeding import mix
@@ -335,6 +334,17 @@ def unpacked(stage):
     )
 
 
+def rows_of(length):
+    return PackedRows(
+        length=length,
+        most_pieces=length,
+        key="input_ids",
+        labels=None,
+        ignore_index=-100,
+        pad_values={},
+    )
+
+
 STEPS = {
     "map": lambda s: Map(s, marked),
     "random map": lambda s: Map(s, rolled),
@@ -348,14 +358,10 @@ STEPS = {
         Map(Group(s, 3), lambda batch: batch[::-1])
     ),
     "two of each": lambda s: Unbatch(Map(s, doubled)),
-    "pack 5": lambda s: unpacked(
-        Pack(tokens(s), PackedRows(length=5, most_pieces=5), 3, "split")
-    ),
-    "pack 9": lambda s: unpacked(
-        Pack(tokens(s), PackedRows(length=9, most_pieces=9), 4, "split")
-    ),
+    "pack 5": lambda s: unpacked(Pack(tokens(s), rows_of(5), 3, "split")),
+    "pack 9": lambda s: unpacked(Pack(tokens(s), rows_of(9), 4, "split")),
     "pack and split": lambda s: unpacked(
-        Pack(tokens(s, 9), PackedRows(length=3, most_pieces=3), 2, "split")
+        Pack(tokens(s, 9), rows_of(3), 2, "split")
     ),
     "repeat 2": lambda s: Repeat(s, 2),
     "repeat 3": lambda s: Repeat(s, 3),

@@ -2,7 +2,6 @@ import bz2
 import csv
 import gzip
 import os
-import re
 import traceback
 from functools import partial
 
@@ -149,36 +148,36 @@ def test_csv_without_a_header_yields_lists(tables):
     [
         (
             "a,b\n1,2\n3\n",
-            r"row at byte 8 \(line 3\) has 1 fields, but the first row has 2",
+            r"row at byte 8 has 1 fields, but the first row has 2",
             1,
         ),
-        ("a,b\n1,2,3\n", r"row at byte 4 \(line 2\) has 3 fields", 0),
+        ("a,b\n1,2,3\n", r"row at byte 4 has 3 fields", 0),
         ("a,a\n1,2\n", "names a field twice", 0),
         (
             'a,b\n1,2\n1,"2\n',
-            r"row at byte 8 \(line 3\): .*unexpected end of data",
+            r"row at byte 8: .*unexpected end of data",
             1,
         ),
         (
             'a,b\n1,2\n1,"2\n\n2,3\n',
-            r"row at byte 8 \(line 3\): .*unexpected end of data",
+            r"row at byte 8: .*unexpected end of data",
             1,
         ),
         (
             'a\n"1"1\n',
-            r"row at byte 2 \(line 2\): .*',' expected after '\"'",
+            r"row at byte 2: .*',' expected after '\"'",
             0,
         ),
-        ("a\n\xff\n", r"row at byte 2 \(line 2\): UnicodeDecodeError", 0),
+        ("a\n\xff\n", r"row at byte 2: UnicodeDecodeError", 0),
         (
             "a\n" + 900 * "1\n" + "\xff\n",
-            r"row at byte 1802 \(line 902\): UnicodeDecodeError",
+            r"row at byte 1802: UnicodeDecodeError",
             900,
         ),
-        ('a\n\n\n"1\n\n"\n1,2\n', r"row at byte 10 \(line 7\) has 2 fields", 1),
+        ('a\n\n\n"1\n\n"\n1,2\n', r"row at byte 10 has 2 fields", 1),
         (
             f"a\n{'1' * (1 << 18)}\n",
-            r"row at byte 2 \(line 2\): .*field larger",
+            r"row at byte 2: .*field larger",
             0,
         ),
     ],
@@ -194,8 +193,6 @@ def test_damaged_table_is_an_error_that_names_file_and_row(
     assert (caught.value.shard, caught.value.offset) == (str(path), offset)
     # a row that may be skipped counts
     when = "reading" if "fields" in match else "counting its samples"
-    # Lines have no number if reading begins in the middle of a file.
-    match = re.sub(r" \\\(line \d+\\\)", ".*", match)
     with pytest.raises(ShardReadError, match=rf"{when}.* failed: .*{match}"):
         read_all(csv_source(path, counts=True))
 
@@ -379,7 +376,7 @@ def test_csv_lines_ending_in_a_lone_carriage_return_are_refused(tmp_path):
     path.write_bytes(b"a,b\r1,2\r3,4\r")
     for counts in (True, False):
         with pytest.raises(
-            ShardReadError, match=r"a\.csv.*row at byte 0 .*new-line character"
+            ShardReadError, match=r"a\.csv.*row at byte 0: .*new-line character"
         ):
             list(Stream.csv(path, counts=counts))
 

@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from paddle_shard.core.randomness import (
     PrivateRandomness,
     PythonGenerator,
 )
-from paddle_shard.data.samplers import UserBatches
+from paddle_shard.data.samplers.user_batches import UserBatches
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, BatchSizeError
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import find_tail
@@ -28,6 +30,24 @@ class Batches:
         return len(self.batches)
 
 
+def user_batches(**options):
+    defaults = {
+        "nominal_size": None,
+        "num_steps": None,
+        "accumulation": 1,
+        "seed": 0,
+        "generators": (),
+        "around": nullcontext,
+        "takes_epoch": False,
+        "consecutive": False,
+        "dataset": None,
+        "lengths": {},
+        "balance_rows": None,
+        "rank_seed": (),
+    }
+    return UserBatches(**{**defaults, **options})
+
+
 def ids_and_padding(batch):
     return list(
         batch.take(range(batch.num_rows))
@@ -35,7 +55,7 @@ def ids_and_padding(batch):
 
 
 def served(*batches, ranks=2, tail="pad", nominal=None):
-    source = UserBatches(
+    source = user_batches(
         batch_sampler=Batches(*batches),
         num_data_ranks=ranks,
         tail=find_tail(tail),
@@ -74,7 +94,7 @@ def test_user_batches_of_a_sampler_with_drop_last_are_whole(
     ids = iter(range(100))
     batches = [[next(ids) for _ in range(size * ranks)] for size in sizes]
     sampler = Batches(*batches, drop_last=True)
-    source = UserBatches(
+    source = user_batches(
         batch_sampler=sampler,
         num_data_ranks=ranks,
         tail=find_tail("drop"),
@@ -92,10 +112,10 @@ def test_user_batches_refuse_an_uneven_last_batch():
 
     with pytest.raises(
         BatchSizeError,
-        match="step 1 of the batch_sampler Batches: .* batch of 1 cannot",
+        match="batch of 1 cannot .* step 1 of the batch_sampler Batches",
     ):
         list(
-            UserBatches(
+            user_batches(
                 batch_sampler=sampler, num_data_ranks=2, tail=find_tail("drop")
             ).batches(LoaderState())
         )
@@ -117,7 +137,7 @@ def test_user_batches_may_have_other_sizes_that_divide():
 def test_batch_in_the_middle_that_does_not_divide_is_refused():
     with pytest.raises(
         BatchSizeError,
-        match=r"step 1 of the batch_sampler Batches: .* batch of 3 cannot",
+        match=r"batch of 3 cannot .* step 1 of the batch_sampler Batches",
     ):
         served([1, 2], [3, 4, 5], [7, 8])
 
@@ -154,7 +174,7 @@ def test_sampler_without_a_length_still_serves():
         def __iter__(self):
             return iter([[0, 1], [2, 3]])
 
-    source = UserBatches(
+    source = user_batches(
         batch_sampler=Unsized(), num_data_ranks=2, tail=find_tail("pad")
     )
 
@@ -179,7 +199,7 @@ def test_user_batches_draw_alike_and_restore_the_generator():
     def orders(global_seed, seed=0, epoch=0, interleave=False):
         np.random.seed(global_seed)
         before = np.random.get_state()[1].tolist()
-        source = UserBatches(
+        source = user_batches(
             batch_sampler=Draws(),
             num_data_ranks=2,
             tail=find_tail("pad"),

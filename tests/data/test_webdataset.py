@@ -19,8 +19,8 @@ import pytest
 from paddle_shard import Stream
 from paddle_shard.data.files import files
 from paddle_shard.data.files.webdataset import webdataset_source
-from paddle_shard.data.stages import Map, Shuffle
 from paddle_shard.data.stages.stage import Opening
+from paddle_shard.data.stages.steps import Map, Shuffle
 from paddle_shard.errors import (
     ArgumentError,
     DataReadError,

@@ -48,11 +48,11 @@ MISTAKES = {
     ),
     "an option of files": (
         lambda rows: Stream.lines(rows, shuffle_shard=False),
-        "Stream.lines has no argument shuffle_shard=. Did you mean 'shuffle_shards'",
+        "unexpected keyword argument 'shuffle_shard'",
     ),
     "an option of pandas": (
         lambda rows: Stream.csv(rows, sep=";"),
-        "Stream.csv has no argument sep=. Its arguments are paths, header, delimiter",
+        "unexpected keyword argument 'sep'",
     ),
     "a delimiter by position": (
         lambda rows: Stream.csv(rows, ";"),

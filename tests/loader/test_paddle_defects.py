@@ -255,7 +255,7 @@ def test_batch_of_a_size_that_does_not_divide_raises_at_its_step():
     batches = iter(loader)
     assert local(next(batches)) == [0]
     with pytest.raises(
-        BatchSizeError, match="step 1 of the batch_sampler Odd: .* batch of 3"
+        BatchSizeError, match="batch of 3 .* step 1 of the batch_sampler Odd"
     ):
         next(batches)
 

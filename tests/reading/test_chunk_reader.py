@@ -15,17 +15,17 @@ from paddle.io import DataLoader
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.core.randomness import NumpyGenerator, PythonGenerator
-from paddle_shard.data.external import IterableSource
-from paddle_shard.data.stages import (
+from paddle_shard.data.iterable import IterableSource
+from paddle_shard.data.stages.cut import Stripe
+from paddle_shard.data.stages.stage import Opening, Stage
+from paddle_shard.data.stages.steps import (
     Filter,
     Group,
     Map,
     Repeat,
     Shuffle,
-    Stripe,
     Unbatch,
 )
-from paddle_shard.data.stages.stage import Opening, Stage
 from paddle_shard.errors import DataReadError
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.seeding import mix

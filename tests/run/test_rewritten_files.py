@@ -97,7 +97,8 @@ def test_rewritten_files_are_not_read_from_the_state(ranks, name, tmp_path):
     assert sorted(flat(flat(resumed()))) == sorted(flat(straight[4:]))
     write(paths[3], kind, range(5030, 5040), seconds=10)
     assert all(
-        f"{WAS}: file 3.{kind.ending} was " in text for text in resumed()
+        f"{WAS}: version of file 3.{kind.ending} was " in text
+        for text in resumed()
     )
     anew = [
         row + 4000 if 1030 <= row < 1040 else row for row in flat(straight[4:])
@@ -133,7 +134,8 @@ def test_state_saved_before_a_batch_still_knows_the_files(
     other.load_state_dict(state)
     for _ in range(2):
         with pytest.raises(
-            StateError, match=rf"{WAS}: file {path.name} .* override=\['data'\]"
+            StateError,
+            match=rf"{WAS}: version of file {path.name} .* override=\['data'\]",
         ):
             next(iter(other))
 
@@ -162,7 +164,7 @@ def test_rewritten_remote_file_is_known_by_what_its_server_tells(monkeypatch):
         assert rows_of(same) == straight[3:]
         server.files["1.txt"] = text_bytes(range(5100, 5200))
         other.load_state_dict(state)
-        with pytest.raises(StateError, match=f"{WAS}: file 1.txt"):
+        with pytest.raises(StateError, match=f"{WAS}: version of file 1.txt"):
             rows_of(other)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import Empty, Queue
-from typing import Any, BinaryIO
+from typing import Any
 
 from paddle_shard.core import forks
 from paddle_shard.data.files.files import BUFFER, FileAndSize
@@ -17,7 +16,8 @@ LIMIT = 32 << 20
 LEAST = 1 << 20
 """Bytes of a file below which nothing is read ahead: the files of so many parts wait for each other less."""
 
-_Block = bytes | Exception
+OpenFile = Callable[[], FileAndSize]
+"""Opens a file at some byte."""
 
 
 class FileAhead(io.RawIOBase):
@@ -26,27 +26,31 @@ class FileAhead(io.RawIOBase):
     Dropping or closing it ends the thread, after the read that it is in.
     """
 
-    def __init__(
-        self, open_file: Callable[[], FileAndSize], limit: int
-    ) -> None:
+    def __init__(self, open_file: OpenFile, limit: int) -> None:
         """Begin to open and to read.
 
         Args:
-            open_file: Opens the file, and returns it with its size in bytes if that is known. A local file, such as a
+            open_file: Opens the file, and returns it with its size in bytes. A local file, such as a
                 copy that it has downloaded, is not read by the thread.
             limit: Bytes that may wait.
         """
-        self._opened: Future[tuple[BinaryIO | None, int | None]] = Future()
-        self._blocks: Queue[_Block] = Queue(max(1, limit // BUFFER))
+        self._results: Queue[Any] = Queue(max(1, limit // BUFFER))
+        """(file or None, size), then blocks of bytes; an exception ends them."""
         self._is_closed = threading.Event()
         self._block = b""
         # The thread does not refer to this object, so that dropping it ends the thread.
         threading.Thread(
             target=_read_ahead,
-            args=(open_file, self._opened, self._blocks, self._is_closed),
+            args=(open_file, self._results, self._is_closed),
             name="paddle_shard-file",
             daemon=True,
         ).start()
+
+    def _next_result(self) -> Any:
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def open(self) -> FileAndSize:
         """Wait until the file is open; return what reads it, and its size.
@@ -54,7 +58,7 @@ class FileAhead(io.RawIOBase):
         Raises:
             Exception: Whatever opening has raised.
         """
-        local, size = self._opened.result()
+        local, size = self._next_result()
         return local or io.BufferedReader(self, BUFFER), size
 
     def readable(self) -> bool:
@@ -64,15 +68,12 @@ class FileAhead(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Read the next bytes; 0 at the end."""
         if not self._block:
-            block = self._blocks.get()
-            if isinstance(block, Exception):
-                raise block
-            self._block = block
+            self._block = self._next_result()
         size = min(len(buffer), len(self._block))
         buffer[:size] = self._block[:size]
         self._block = self._block[size:]
         if not size:
-            self._blocks.put(b"")  # it is the end for the next call, too
+            self._results.put(b"")  # it is the end for the next call, too
         return size
 
     def close(self) -> None:
@@ -80,36 +81,29 @@ class FileAhead(io.RawIOBase):
         self._is_closed.set()
         try:
             while True:
-                self._blocks.get_nowait()
+                self._results.get_nowait()
         except Empty:
             super().close()
 
 
 def _read_ahead(
-    open_file: Callable[[], FileAndSize],
-    opened: Future[tuple[BinaryIO | None, int | None]],
-    blocks: Queue[_Block],
+    open_file: OpenFile,
+    results: Queue[Any],
     is_closed: threading.Event,
 ) -> None:
     lock = forks.reader_lock()
     try:
         with lock:
             file, size = open_file()
-    except BaseException as error:
-        opened.set_exception(error)
-        return
-    if isinstance(getattr(file, "raw", None), io.FileIO):
-        opened.set_result((file, size))
-        return
-    opened.set_result((None, size))
-    with file:
-        block: _Block = b"-"
-        while block and not is_closed.is_set():
-            try:
+        if isinstance(getattr(file, "raw", None), io.FileIO):
+            results.put((file, size))
+            return
+        results.put((None, size))
+        with file:
+            block = b"-"
+            while block and not is_closed.is_set():
                 with lock:
                     block = file.read(BUFFER)
-            except Exception as error:
-                block = error
-            blocks.put(block)
-            if isinstance(block, Exception):
-                return
+                results.put(block)
+    except BaseException as error:
+        results.put(error)

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 from paddle_shard.core.checks import check_count, check_flag
 from paddle_shard.core.warn_once import caller_level
 from paddle_shard.data.files import files
-from paddle_shard.data.files.ahead import FileAhead
+from paddle_shard.data.files.ahead import LEAST, FileAhead, OpenFile
 from paddle_shard.data.files.host_cache import check_cache_dir, open_cached
 from paddle_shard.data.files.locks import file_lock
 from paddle_shard.data.files.shards import RECOUNT, ShardSource
@@ -66,9 +66,14 @@ class ShardEntry:
     samples: int
     bytes: int
     """Size of the file."""
-    starts: tuple[int, ...] = ()
+    starts: Sequence[int] = ()
     """Bytes at which samples 0, `every`, 2 * `every`, ... begin; empty if the file is compressed as a whole."""
-    every: int
+    every: int = EVERY
+
+    def __post_init__(self) -> None:
+        check_count("every", self.every)
+        for number in (self.samples, self.bytes, *self.starts):
+            check_count("a number", number, 0, _INT64_MAX)
 
     def before(self, sample: int) -> tuple[int, int]:
         """Return the last known byte where a sample at or before `sample` begins, and how many samples lie between."""
@@ -76,23 +81,6 @@ class ShardEntry:
             return 0, sample
         number = min(sample // self.every, len(self.starts) - 1)
         return self.starts[number], sample - number * self.every
-
-    @classmethod
-    def from_json(cls, entry: Any) -> ShardEntry:
-        """Return the entry of an index file or of kept counts.
-
-        Raises:
-            TypeError, ValueError, KeyError: It is damaged.
-        """
-        starts = entry.get("starts", ())
-        return cls(
-            samples=check_count("samples", entry["samples"], 0, _INT64_MAX),
-            bytes=check_count("bytes", entry["bytes"], 0, _INT64_MAX),
-            starts=tuple(
-                check_count("starts", start, 0, _INT64_MAX) for start in starts
-            ),
-            every=check_count("every", entry.get("every", EVERY)),
-        )
 
 
 Entries = Mapping[str, ShardEntry]
@@ -126,9 +114,9 @@ def count_file(
             num_samples = number + 1
         return ShardEntry(
             samples=num_samples,
-            bytes=opened.tell() if size is None else size,
+            bytes=size,
             # In a compressed file, no sample can be found by its byte.
-            starts=tuple(starts) if file is opened else (),
+            starts=starts if file is opened else (),
             every=every,
         )
 
@@ -137,7 +125,7 @@ def count_files(
     names: Sequence[str],
     form: Format,
     counts: bool | None,
-    cache_dir: str | None = None,
+    cache_dir: str | None,
 ) -> Entries | None:
     """Count the samples of files. The counts of local ones are kept in the user's cache directory.
 
@@ -169,7 +157,9 @@ def count_files(
     # One process counts; the others wait and read what it has written.
     with file_lock(f"{path}.lock"):
         with contextlib.suppress(OSError, *DAMAGE):
-            entries = map(ShardEntry.from_json, json.loads(path.read_bytes()))
+            entries = [
+                ShardEntry(**entry) for entry in json.loads(path.read_bytes())
+            ]
             return dict(zip(names, entries, strict=True))
         counted_files = _count_each(names, form.starts, cache_dir)
         text = json.dumps([asdict(entry) for entry in counted_files.values()])
@@ -206,59 +196,51 @@ def _folder() -> Path:
     return Path(os.path.expanduser(cache)) / "paddle_shard" / "counts"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FileReader:
     """Reads files of a format, from a sample on."""
 
-    samples: ReadSamples
+    form: Format
     """The format."""
     entries: Entries | None
     """The index entry of each file, by name; None: files are not counted."""
     cache_dir: str | None
     """Where copies of remote files are kept; None: nowhere."""
-    needs_begin: bool
-    """True if a file is read at its beginning, too, wherever the samples begin."""
 
-    def ahead(self, name: str, skip: int, limit: int) -> Samples | None:
-        """Begin to open a remote file, and to read bytes of the samples after the first `skip`; None: it is local."""
-        if not files.is_remote(name):
-            return None
-        start, _ = self._start(name, skip)
-        if start and self.needs_begin:
-            return None
-        file = FileAhead(
-            partial(open_cached, self.cache_dir, name, start), limit
-        )
-        return self(name, skip, file)
+    def __call__(self, name: str, skip: int, limit: int) -> Samples:
+        """Return the samples of a file after the first `skip`.
 
-    def _start(self, name: str, skip: int) -> tuple[int, int]:
-        """Return the byte from which a file is read, and how many samples are then left to skip."""
-        return (
-            (0, skip)
-            if self.entries is None
-            else self.entries[name].before(skip)
-        )
+        A remote file is opened at once, and `limit` bytes of it are read ahead.
+        """
+        start = 0
+        if self.entries is not None:
+            start, skip = self.entries[name].before(skip)
+        open_file: OpenFile = partial(open_cached, self.cache_dir, name, start)
+        is_ahead = files.is_remote(name) and limit >= LEAST
+        if is_ahead and not (start and self.form.needs_begin):
+            open_file = FileAhead(open_file, limit).open
+        return self._samples(name, open_file, start, skip)
 
-    def __call__(
-        self, name: str, skip: int, ahead: FileAhead | None = None
+    def _samples(
+        self,
+        name: str,
+        open_file: OpenFile,
+        start: int,
+        skip: int,
     ) -> Samples:
-        """Yield the samples of a file after the first `skip`; `ahead` has begun to read it there."""
-        entry = None if self.entries is None else self.entries[name]
-        start, skip = self._start(name, skip)
-        if ahead is None:
-            opened, size = open_cached(self.cache_dir, name, start)
-        else:
-            opened, size = ahead.open()
+        opened, size = open_file()
         with (
             opened,
             opened if start else files.decompressed(opened, name) as file,
         ):
-            if entry is not None and size not in (None, entry.bytes):
-                raise ValueError(
-                    f"the file has {size} bytes, and had {entry.bytes} when it was counted. It has changed since, "
-                    f"or is another file of that name: {RECOUNT}"
-                )
-            rest = islice(self.samples(file, name, start), skip, None)
+            if self.entries is not None:
+                counted_size = self.entries[name].bytes
+                if size != counted_size:
+                    raise ValueError(
+                        f"the file has {size} bytes, and had {counted_size} when it was counted. It has changed since, "
+                        f"or is another file of that name: {RECOUNT}"
+                    )
+            rest = islice(self.form.samples(file, name, start), skip, None)
             yield from map(itemgetter(1), rest)
 
 
@@ -299,12 +281,9 @@ def file_source(
     lengths = (
         None if entries is None else [entries[name].samples for name in names]
     )
-    reader = FileReader(
-        samples=form.samples,
-        entries=entries,
-        cache_dir=folder,
-        needs_begin=form.needs_begin,
-    )
     return ShardSource(
-        names, reader, counts=lengths, shuffle_shards=shuffle_shards
+        names,
+        FileReader(form, entries, folder),
+        counts=lengths,
+        shuffle_shards=shuffle_shards,
     )

@@ -35,8 +35,8 @@ from paddle_shard.errors import (
 T = TypeVar("T")
 Path = str | os.PathLike[str]
 Paths = Path | Sequence[Path]
-FileAndSize = tuple[BinaryIO, int | None]
-"""(file, size of the whole file in bytes, if known)."""
+FileAndSize = tuple[BinaryIO, int]
+"""(file, size of the whole file in bytes)."""
 FileVersion = tuple[str, int, str]
 """(name, size in bytes, version tag) of a file."""
 
@@ -149,14 +149,6 @@ def within_their_folder(names: Sequence[str]) -> list[str]:
     folders = [path[:-1] for path in paths]
     depth = len(os.path.commonprefix(folders))  # noqa: RUF071  # of lists
     return ["/".join(path[depth:]) for path in paths]
-
-
-def local_size(name: str) -> int | None:
-    """Return the size of a local file in bytes; None for a remote file, whose size would cost a request."""
-    try:
-        return None if is_remote(name) else os.path.getsize(local_path(name))
-    except OSError:  # reading the file later raises an error that names it
-        return None
 
 
 @contextmanager
@@ -276,7 +268,7 @@ TIMEOUT = 60.0
 """Seconds without a byte after which an HTTP connection counts as dropped."""
 BUFFER = 1 << 18
 REQUESTS = 16
-"""Requests to servers that are made in parallel."""
+"""Files of which something is read in parallel."""
 
 _TAGS = (
     "ETag",
@@ -321,7 +313,7 @@ def version_of(name: str) -> tuple[int, str]:
 def for_each(
     function: Callable[[str], T], names: Sequence[str], what: str
 ) -> list[T]:
-    """Return what a function returns for each file, of which several are read at a time if they are remote.
+    """Return what a function returns for each file, of which several are read at a time.
 
     Args:
         function: Called with a name.
@@ -336,9 +328,7 @@ def for_each(
         with FileErrorContext(name, what):
             return function(name)
 
-    with ThreadPoolExecutor(
-        REQUESTS if any(map(is_remote, names)) else 1
-    ) as pool:
+    with ThreadPoolExecutor(REQUESTS) as pool:
         return list(pool.map(call_with_name, names))
 
 
@@ -357,7 +347,7 @@ def identity(names: Sequence[str]) -> list[FileVersion]:
 
 
 def open_file(name: str, start: int = 0) -> FileAndSize:
-    """Open a local path or a URL at a byte; return the file and the size of the whole file in bytes, if known.
+    """Open a local path or a URL at a byte; return the file and the size of the whole file in bytes.
 
     A range of a remote file that cannot be read is requested again.
     """

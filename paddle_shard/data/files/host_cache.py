@@ -49,7 +49,7 @@ def open_cached(folder: str | None, name: str, start: int = 0) -> FileAndSize:
         start: The byte.
 
     Returns:
-        (file, its size in bytes if it is known)
+        (file, its size in bytes)
 
     Raises:
         OSError: The download failed, or the folder cannot be written to.

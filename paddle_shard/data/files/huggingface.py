@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.data.external import set_epoch_of
 from paddle_shard.data.files.files import (
     FileVersion,
     needs,
     within_their_folder,
 )
+from paddle_shard.data.iterable import set_epoch_of
 from paddle_shard.data.stages.stage import (
-    Lengths,
     Opening,
     PartsSource,
     Samples,
@@ -76,32 +75,10 @@ class HuggingFaceSource(PartsSource):
         self._dataset = dataset
         self.num_shards = int(dataset.num_shards)
 
-    def lengths(self, opening: Opening) -> Lengths:
-        """Return None: lengths are known only at the end. The loader asks before any batch.
-
-        Raises:
-            ArgumentError: There are fewer shards than parts.
-        """
-        self.check_num_shards(
-            opening,
-            "more shards (dataset.reshard(), or to_iterable_dataset(num_shards=)); or a stream that is cut by turns, "
-            "of which every reader reads all: Stream.of(dataset)",
-        )
-        return None
-
     def fingerprint(self) -> list[Any]:
         """Return the number of shards, and a digest of the library's own shuffles, takes and skips."""
         digest = derive_key(self._generators, size=16).hex()
         return [["huggingface", self.num_shards, digest]]
-
-    @property
-    def uneven_parts(self) -> str:
-        """See `Stage`."""
-        return (
-            f"A part reads whole shards of the Hugging Face data set, whose {self.num_shards} shards hold different "
-            "numbers of samples. Use fewer parts (in_parts()), or many shards of one size (dataset.reshard(), or "
-            "to_iterable_dataset(num_shards=))."
-        )
 
     def files_identity(self) -> list[FileVersion]:
         """Return the names of the shards of its generators: files or numbers."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,7 +16,6 @@ from paddle_shard.data.files.files import (
     Paths,
     for_each,
     is_remote,
-    local_path,
     matched,
     needs,
     open_remote,
@@ -103,7 +101,7 @@ def parquet_source(
     return source
 
 
-_Footer = tuple[list[int], dict[str, str], int | None]
+_Footer = tuple[list[int], dict[str, str], int]
 """(number of rows of each row group, Arrow type of each top-level column, size of the file in bytes)"""
 
 
@@ -111,14 +109,14 @@ _Footer = tuple[list[int], dict[str, str], int | None]
 class _GroupReader:
     """Reads the rows of a row group, from a row on."""
 
-    groups: Mapping[str, tuple[str, int, int | None]]
+    groups: Mapping[str, tuple[str, int, int]]
     """Name of a row group -> (file, number of the row group, size of the file in bytes)."""
     columns: list[str] | None
     allow_nulls: bool
     cache_dir: str | None
 
-    def __call__(self, name: str, skip: int) -> Samples:
-        """Yield the rows after the first `skip`."""
+    def __call__(self, name: str, skip: int, _ahead: int) -> Samples:
+        """Yield the rows after the first `skip`. pyarrow reads ahead by itself."""
         file, number, expected_size = self.groups[name]
         with _opened(file, self.cache_dir) as (parquet, size):
             if size != expected_size:
@@ -185,7 +183,7 @@ def _footer(file: str) -> _Footer:
 @contextmanager
 def _opened(
     file: str, cache_dir: str | None = None
-) -> Iterator[tuple[Any, int | None]]:
+) -> Iterator[tuple[Any, int]]:
     """Open a file by pyarrow; yield it with its size in bytes.
 
     Only what pyarrow requests is read of a remote file without a copy.
@@ -196,21 +194,21 @@ def _opened(
     """
     from pyarrow.parquet import ParquetFile
 
-    # In nanoseconds, pyarrow's default for the INT96 of Spark, only the years 1678 to 2261 have a number.
-    settings = {
-        "pre_buffer": is_remote(file),
-        "coerce_int96_timestamp_unit": "us",
-    }
     opened: Any
-    size: int | None
-    if not is_remote(file):
-        opened = nullcontext(local_path(file))
-        size = os.path.getsize(local_path(file))
-    elif cache_dir is None:
+    if cache_dir is None and is_remote(file):
         opened, size = open_remote(file, cache_type="none")
     else:
         opened, size = open_cached(cache_dir, file)
-    with opened as source, ParquetFile(source, **settings) as parquet:
+        opened = opened.detach()  # a buffer would read more than pyarrow needs
+    with (
+        opened,
+        ParquetFile(
+            opened,
+            pre_buffer=is_remote(file),
+            # In nanoseconds, pyarrow's default for the INT96 of Spark, only the years 1678 to 2261 have a number.
+            coerce_int96_timestamp_unit="us",
+        ) as parquet,
+    ):
         yield parquet, size
 
 

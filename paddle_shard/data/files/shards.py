@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any, TypedDict
 
 import numpy as np
 
-from paddle_shard.core.checks import argument_hint, check_flag
-from paddle_shard.data.files.ahead import LEAST, LIMIT
+from paddle_shard.core.checks import check_flag
+from paddle_shard.data.files.ahead import LIMIT
 from paddle_shard.data.files.files import (
     FileErrorContext,
     FileVersion,
     Path,
     identity,
-    local_size,
+    is_remote,
     redacted,
+    version_of,
     within_their_folder,
 )
 from paddle_shard.data.stages.stage import (
@@ -30,7 +31,6 @@ from paddle_shard.data.stages.stage import (
 )
 from paddle_shard.errors import (
     ArgumentError,
-    ArgumentTypeError,
     ShardReadError,
     described,
 )
@@ -51,29 +51,6 @@ class FileOptions(TypedDict, total=False):
     cache_dir: Path | None
 
 
-def check_options(
-    method: Callable[..., Any], options: Mapping[str, Any]
-) -> None:
-    """Check the options that a method of `Stream` has been given.
-
-    Raises:
-        ArgumentTypeError: There is no such option.
-        ArgumentError: An option has a value that it cannot have.
-    """
-    allowed = [
-        name
-        for name in inspect.signature(method).parameters
-        if name != "options"
-    ]
-    allowed += FileOptions.__annotations__
-    for name in options:
-        if name not in FileOptions.__annotations__:
-            raise ArgumentTypeError(
-                f"Stream.{method.__name__} has no argument {name}=.{argument_hint(name, allowed)}"
-            )
-    check_flag("shuffle_shards", options.get("shuffle_shards", True))
-
-
 class ShardSource(PartsSource):
     """Files of samples ("shards"), assigned to the parts, whatever process reads a part.
 
@@ -85,7 +62,7 @@ class ShardSource(PartsSource):
     def __init__(
         self,
         names: Sequence[str],
-        read: Callable[..., Samples],
+        read: Callable[[str, int, int], Samples],
         *,
         files: Sequence[str] | None = None,
         counts: Sequence[int] | None = None,
@@ -95,8 +72,9 @@ class ShardSource(PartsSource):
 
         Args:
             names: The shards, each once: paths, URLs, or any names that `read` understands.
-            read: Called with a name and a number of samples to skip; returns an iterator over the other samples. Each
-                call must give the same samples. An exception replaces a sample that cannot be read, if the next can.
+            read: Called with a name, a number of samples to skip, and a number of bytes that it may read ahead; returns
+                an iterator over the other samples. Each call must give the same samples. An exception replaces a sample
+                that cannot be read, if the next can.
             files: The file that contains each shard, if a shard is less than a file; None: each shard is a file.
             counts: Number of samples of each shard. With counts, parts are equal, their lengths are known, and skipping
                 is cheap. A shard with fewer or more samples is an error when its end is read.
@@ -108,36 +86,23 @@ class ShardSource(PartsSource):
         self._names = list(names)
         if not self._names:
             raise ArgumentError("paths must name at least one file, got [].")
-        if len(set(self._names)) < len(self._names):
-            twice = next(
-                name for name in self._names if self._names.count(name) > 1
-            )
+        name, times = Counter(self._names).most_common(1)[0]
+        if times > 1:
             raise ArgumentError(
-                f"paths names {redacted(twice)!r} more than once, so its samples would be delivered as often. "
+                f"paths names {redacted(name)!r} more than once, so its samples would be delivered as often. "
                 "Name each file once; .repeat() reads the stream again."
             )
         self.num_shards: int = len(self._names)
         self._counts = None if counts is None else np.asarray(counts)
         self._total = sum(counts or ())
         self._files = self._names if files is None else list(files)
-        self._digest: str | None = None
         self._read = read
-        self._shuffle = shuffle_shards
+        self._shuffle = check_flag("shuffle_shards", shuffle_shards)
 
     def lengths(self, opening: Opening) -> Lengths:
-        """Return the lengths of the parts; None if the shards are not counted. The loader asks before any batch.
-
-        Raises:
-            ArgumentError: There are fewer shards than parts, and they are not counted.
-        """
+        """Return the lengths of the parts; None if the shards are not counted."""
         if self._counts is None:
-            self.check_num_shards(
-                opening,
-                "counted samples, so that shards are cut in mid-file "
-                "(counts=True; for tars an index file, index=, made by `paddle-shard index`); "
-                "or an uncut stream (Stream.of(...)), of which each reader reads all",
-            )
-            return None
+            return super().lengths(opening)
         cuts = [self._cut(part, opening.num_parts) for part in opening.parts]
         return [stop - start for start, stop in cuts]
 
@@ -151,31 +116,27 @@ class ShardSource(PartsSource):
             return f"sample {offset} of {redacted(self._names[shard])}"
         return None
 
-    @property
-    def uneven_parts(self) -> str:
-        """See `Stage`."""
-        if self._counts is not None:
-            return super().uneven_parts
-        return (
-            f"The {self.num_shards} files are not counted, and a part reads whole files. Count them (counts=True; for "
-            "tars index=, made by `paddle-shard index`), use fewer parts (in_parts()), or many files of one size."
-        )
-
     def files_identity(self) -> list[FileVersion]:
         """See `Stage`. Shards that are no files have no entry."""
         return identity(list(dict.fromkeys(self._files)))
 
+    @cached_property
+    def _digest(self) -> str:
+        """Digest of the counts, and of the names within their common folder."""
+        # Files that are not counted are identified by their sizes, if these cost no request.
+        sizes: Any = (
+            [
+                ("size", None if is_remote(file) else version_of(file)[0])
+                for file in self._files
+            ]
+            if self._counts is None
+            else self._counts.tolist()
+        )
+        files = zip(within_their_folder(self._files), sizes, strict=True)
+        return derive_key(list(files), size=16).hex()
+
     def fingerprint(self) -> list[Any]:
-        """Return what the order depends on, with a digest of the counts and of the names within their common folder."""
-        if self._digest is None:
-            # Files that are not counted are identified by their sizes, if these cost no request.
-            sizes: Any = (
-                [("size", local_size(file)) for file in self._files]
-                if self._counts is None
-                else self._counts.tolist()
-            )
-            files = zip(within_their_folder(self._files), sizes, strict=True)
-            self._digest = derive_key(list(files), size=16).hex()
+        """Return what the order depends on."""
         return [["shards", len(self._names), self._digest, self._shuffle]]
 
     def part(self, part: int, opening: Opening) -> Samples:
@@ -223,32 +184,24 @@ class ShardSource(PartsSource):
     ) -> Iterator[Samples]:
         """Yield the samples of each piece; while one is read, the shards of the next two are opened."""
         limit = LIMIT // len(opening.parts)
-        begun = ((segment, self._ahead(segment, limit)) for segment in segments)
+        begun = (
+            (segment, self._read(self._names[segment[0]], segment[1], limit))
+            for segment in segments
+        )
         pieces = deque(islice(begun, 2))
         while pieces:
             pieces.extend(islice(begun, 1))
             yield self._piece(*pieces.popleft(), opening)
 
-    def _ahead(self, segment: ShardRange, limit: int) -> Samples | None:
-        """Begin to open a shard, if what reads it can do so; return its samples."""
-        begin = getattr(self._read, "ahead", None)
-        if begin is None or limit < LEAST:
-            return None
-        shard, first, _ = segment
-        samples: Samples | None = begin(self._names[shard], first, limit)
-        return samples
-
     def _piece(
-        self, segment: ShardRange, samples: Samples | None, opening: Opening
+        self, segment: ShardRange, items: Samples, opening: Opening
     ) -> Samples:
-        """Read a piece of a shard, which may be open."""
+        """Read a piece of a shard."""
         shard, begin, end = segment
         name = self._names[shard]
         length = None if self._counts is None else int(self._counts[shard])
-        end = length if end is None else end
         offset = begin
         with FileErrorContext(name, "reading sample", lambda: offset):
-            items = iter(samples or self._read(name, begin))
             for item in items:
                 if isinstance(item, Exception):
                     if not opening.skip_errors:

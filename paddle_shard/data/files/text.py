@@ -15,20 +15,14 @@ from paddle_shard.data.files.counts import Format, Placed
 from paddle_shard.errors import ArgumentError, described
 
 
-def _lines(file: Any, start: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (byte where it begins, number from 1, content) of each line of a file that stands at byte `start`."""
+def _lines(file: Any, start: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (byte where it begins, content) of each line of a file that stands at byte `start`."""
     begin = start
     if start == 0 and file.peek(3).startswith(codecs.BOM_UTF8):
         begin = len(file.read(3))
-    for number, line in enumerate(file, 1):
-        yield begin, number, line
+    for line in file:
+        yield begin, line
         begin += len(line)
-
-
-def _place(what: str, start: int, begin: int, number: int) -> str:
-    """Return the place of a line for an error; its number is known if reading began at byte 0."""
-    line = "" if start else f" (line {number})"
-    return f"the {what} at byte {begin}{line}"
 
 
 def _parsed(
@@ -40,14 +34,13 @@ def _parsed(
     skip_blank: bool = False,
 ) -> Placed:
     """Yield what a function returns for each line; an error replaces the value of a line for which it fails."""
-    for begin, number, line in _lines(file, start):
+    for begin, line in _lines(file, start):
         if skip_blank and not line.strip():
             continue
         try:
             value = parse(line)
         except (ValueError, RecursionError) as error:
-            place = _place("line", start, begin, number)
-            value = ValueError(f"{place}: {described(error)}")
+            value = ValueError(f"the line at byte {begin}: {described(error)}")
         yield begin, value
 
 
@@ -61,24 +54,25 @@ def _json_value(line: bytes) -> Any:
 
 def _csv_rows(
     file: BinaryIO, start: int, delimiter: str
-) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield (byte where it begins, number of its first line, fields) of each row that is not empty."""
-    places: list[tuple[int, int]] = []  # of the lines of the row
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield (byte where it begins, fields) of each row that is not empty."""
+    begins: list[int] = []  # of the lines of the row
 
     def lines() -> Iterator[str]:
-        for begin, number, line in _lines(file, start):
-            places.append((begin, number))
+        for begin, line in _lines(file, start):
+            begins.append(begin)
             yield line.decode()
 
     try:
         for row in csv.reader(lines(), strict=True, delimiter=delimiter):
             if row:
-                yield *places[0], row
-            places.clear()
+                yield begins[0], row
+            begins.clear()
     except (csv.Error, UnicodeDecodeError) as error:
         # The next row may begin anywhere, so that this one cannot be skipped.
-        place = _place("row", start, *places[0])
-        raise ValueError(f"{place}: {described(error)}") from error
+        raise ValueError(
+            f"the row at byte {begins[0]}: {described(error)}"
+        ) from error
 
 
 def _table(
@@ -99,12 +93,11 @@ def _table(
         rows = _csv_rows(file, start, delimiter)
     elif not header:
         rows = chain([first], rows)
-    for begin, number, row in rows:
+    for begin, row in rows:
         value: Any = row
         if len(row) != len(names):
-            place = _place("row", start, begin, number)
             value = ValueError(
-                f"{place} has {len(row)} fields, but the first row has {len(names)}"
+                f"the row at byte {begin} has {len(row)} fields, but the first row has {len(names)}"
             )
         elif header:
             value = dict(zip(names, row, strict=True))

@@ -183,8 +183,7 @@ def read_index(path: str, names: Sequence[str]) -> Entries:
                 f"version {index['version']}, this library reads {VERSION}"
             )
         shards = {
-            name: ShardEntry.from_json(entry)
-            for name, entry in index["shards"].items()
+            name: ShardEntry(**entry) for name, entry in index["shards"].items()
         }
     except OSError as error:
         raise ArgumentError(

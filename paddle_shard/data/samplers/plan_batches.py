@@ -31,10 +31,8 @@ class Batches:
     steps_unknown: ClassVar[str] = ""
     """Why `known_steps` may be None, and the fix, for an error."""
 
-    @property
-    def on_training_thread(self) -> bool:
-        """Whether the steps are made on the thread of the training loop."""
-        return False
+    on_training_thread: ClassVar[bool] = False
+    """Whether the steps are made on the thread of the training loop."""
 
     def plan_of(self, start: LoaderState) -> ShardPlan | None:
         """Return the plan of the epoch of a position; None if no plan decides the order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain, count, islice, repeat, takewhile
 from typing import Any, TypeVar
@@ -18,7 +18,6 @@ from paddle_shard.data.samplers.plan_batches import IndexBatches
 from paddle_shard.errors import (
     ArgumentError,
     ArgumentTypeError,
-    BatchSizeError,
     StateError,
 )
 from paddle_shard.plan.order import Fingerprint
@@ -53,40 +52,38 @@ class UserBatches(IndexBatches):
         "Give it a __len__ (and drop_last, with tail='drop')."
     )
 
+    on_training_thread = True
+    """See `Batches`: the sampler is user code."""
+
     batch_sampler: Iterable[Any]
     """Yields lists of indices; each is a global batch."""
     num_data_ranks: int
     tail: Tail
     """Tail of the last batch, if it is short."""
-    nominal_size: int | None = None
+    nominal_size: int | None
     """Rows of a full batch, if the sampler has it."""
-    num_steps: int | None = None
+    num_steps: int | None
     """Steps of an epoch, if the caller can compute them; None: the sampler's own length is used."""
-    accumulation: int = 1
-    seed: int = 0
-    generators: Sequence[Generator] = ()
+    accumulation: int
+    seed: int
+    generators: Sequence[Generator]
     """The global generators that the sampler may draw from."""
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    around: Callable[[], AbstractContextManager[Any]]
     """Entered while the sampler draws."""
-    takes_epoch: bool = False
+    takes_epoch: bool
     """True if the order depends on the sampler's attribute `epoch`, as in Paddle's `DistributedBatchSampler`."""
-    consecutive: bool = False
+    consecutive: bool
     """True if its batches are stretches of one order of samples, which may be cut again into another batch size."""
-    dataset: Any = None
+    dataset: Any
     """The data set, which copies of the sampler share, as they do the one that the sampler was made of."""
-    lengths: Mapping[str, int] = field(default_factory=dict)
+    lengths: Mapping[str, int]
     """Lengths of the data and of the samplers when the run was set up."""
-    balance_rows: BalanceRows | None = None
+    balance_rows: BalanceRows | None
     """Assigns rows to data ranks by cost; None: they stay in their order."""
-    rank_seed: tuple[int, ...] = ()
+    rank_seed: tuple[int, ...]
     """(data rank,) if the sampler draws for this data rank alone (`draws_for_rank`); () if all ranks draw alike."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
     """Epoch -> the sampler's own state after a pass has seen its end."""
-
-    @property
-    def on_training_thread(self) -> bool:
-        """See `Batches`: the sampler is user code."""
-        return True
 
     def known_steps(self, start: LoaderState) -> int | None:
         """See `Batches`: as far as lengths tell, which may be estimates."""
@@ -193,9 +190,9 @@ class UserBatches(IndexBatches):
             lambda batch: steps is not None and batch.number + 1 >= steps,
         ):
             state = batch.sampler.state
-            if is_last and iteration.epoch in self._ends:
+            if is_last and start.epoch in self._ends:
                 # A state that is saved here knows where the next epoch begins.
-                state = {**state, "end": self._ends[iteration.epoch]}
+                state = {**state, "end": self._ends[start.epoch]}
             yield batch._replace(
                 sampler=batch.sampler._replace(is_last=is_last, state=state)
             )
@@ -211,6 +208,7 @@ class UserBatches(IndexBatches):
         else:
             drawn = self._replayed(iteration, start)
         number = start.steps
+        batch: list[Any] | None = None
         least = self.nominal_size or 0
         for (batch, state), is_last in seen_ahead(
             drawn,
@@ -225,13 +223,13 @@ class UserBatches(IndexBatches):
                 number, batch, num_rows, iteration.record(batch, state)
             )
             number += 1
-        if not start.samples and not iteration.has_drawn:
+        if not start.samples and batch is None:
             raise ArgumentError(
-                f"the batch_sampler {self._name} has yielded no batch in epoch {iteration.epoch}. "
+                f"the batch_sampler {self._name} has yielded no batch in epoch {start.epoch}. "
                 "If it can be iterated only once, give one whose __iter__ starts again each time."
             )
         if iteration.owner is not None:
-            self._ends[iteration.epoch] = copy.deepcopy(
+            self._ends[start.epoch] = copy.deepcopy(
                 iteration.owner.state_dict()
             )
 
@@ -263,7 +261,7 @@ class UserBatches(IndexBatches):
             != iteration.digest
         ):
             raise StateError(
-                f"state is at sample {samples} of epoch {iteration.epoch}, but the first {samples} samples that the "
+                f"state is at sample {samples} of epoch {start.epoch}, but the first {samples} samples that the "
                 f"batch_sampler {self._name} draws now are not those that were delivered. {_REPLAYED} Where each rank "
                 "has rows of its own (loader.is_dataset_splitted), load the state that this rank has saved."
             )
@@ -281,17 +279,13 @@ class UserBatches(IndexBatches):
         if not is_last or (
             self.tail.drops and drops_itself and not self.consecutive
         ):
-            try:
-                check_batch_size(
-                    num_samples,
-                    self.num_data_ranks,
-                    self.accumulation,
-                    hint="Only a short last batch is padded or dropped, and not by a sampler with drop_last.",
-                )
-            except BatchSizeError as error:
-                raise BatchSizeError(
-                    f"step {step} of the batch_sampler {self._name}: {error}"
-                ) from None
+            check_batch_size(
+                num_samples,
+                self.num_data_ranks,
+                self.accumulation,
+                hint=f"It is step {step} of the batch_sampler {self._name}: only a short last batch is padded or "
+                "dropped, and not by a sampler with drop_last.",
+            )
             return num_samples
         if self.tail.refuses:
             raise ArgumentError(
@@ -353,11 +347,8 @@ class SamplerIteration:
         self._sampler = sampler
         self._cut_size = of.nominal_size if of.consecutive else None
         """Size of the batches that are cut from single indices; None: the sampler yields batches."""
-        self.epoch = epoch
         seed = derive_seed("sampler", of.seed, epoch, *of.rank_seed)
         self._randomness = PrivateRandomness(of.generators, seed, of.around)
-        self.has_drawn = False
-        """True if it has yielded a batch."""
         self.owner = owner_of(sampler)
         """The object that holds the sampler's state, or None."""
         self._hash = hashlib.blake2b(digest_size=8)
@@ -391,7 +382,6 @@ class SamplerIteration:
                 if self.owner is not None:
                     # A copy, since the sampler may go on to change the object that it returns.
                     state = copy.deepcopy(self.owner.state_dict())
-            self.has_drawn = True
             yield _indices(batch, step), state
 
     def _begin(self, first_size: int) -> Iterator[Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from copy import copy
 from itertools import islice
 from typing import Any
 
 from paddle_shard.data.stages.stage import (
+    WHOLE,
     Lengths,
     Opening,
     Samples,
@@ -108,9 +108,7 @@ class _Turns:
         except Exception as error:
             owner, number = divmod(len(turn), size)
             place = (owner, begin // self._opening.num_parts + number)
-            # the exception allows no attributes
-            with contextlib.suppress(Exception):
-                setattr(error, FAILED_AT, place)
+            error.__dict__[FAILED_AT] = place
             raise
         self._position += len(turn)
         if self._seen is not None:
@@ -122,5 +120,5 @@ class _Turns:
 
 def chosen_num_parts(source: Stage, micro_rows: int) -> int:
     """Return the number of parts of a stream for which the user has chosen none."""
-    counted = source.lengths(Opening(parts=(0,), num_parts=1)) is not None
+    counted = source.lengths(WHOLE) is not None
     return choose_num_parts(micro_rows, None if counted else source.num_shards)

@@ -12,7 +12,13 @@ import numpy as np
 
 from paddle_shard.data.files.files import FileVersion
 from paddle_shard.data.stages.cut import FAILED_AT
-from paddle_shard.data.stages.stage import Lengths, Opening, Samples, Stage
+from paddle_shard.data.stages.stage import (
+    WHOLE,
+    Lengths,
+    Opening,
+    Samples,
+    Stage,
+)
 from paddle_shard.data.stages.steps import Rounds, in_rounds
 from paddle_shard.plan.mixture import NEVER, Draws
 from paddle_shard.plan.parts import nothing_to_repeat
@@ -55,28 +61,28 @@ class Mix(Stage):
             stop: "first" or "all".
         """
         columns = zip(*(segment.weights for segment in segments), strict=True)
-        used = {
+        self._weights = {
             name: list(weights)
             for name, weights in zip(stages, columns, strict=True)
             if any(weights)
         }
-        self._weights = used
         """For each source, its weight in each segment."""
-        self._stages = {name: stages[name] for name in used}
+        self._stages = {name: stages[name] for name in self._weights}
         self._firsts = [segment.first for segment in segments]
         self._segments = tuple(
-            map(Segment, self._firsts, zip(*used.values(), strict=True))
+            map(
+                Segment, self._firsts, zip(*self._weights.values(), strict=True)
+            )
         )
         self._every = stop == "all"
         # Without an end: any source, or, with "first", every one.
         are_endless = [stage.endless for stage in self._stages.values()]
         self.endless = any(are_endless) if self._every else all(are_endless)
         # The fewest files of a source of which no part can have less than one file.
-        whole = Opening(parts=(0,), num_parts=1)
         uncounted = [
             stage.source.num_shards
             for stage in self._stages.values()
-            if stage.lengths(whole) is None
+            if stage.lengths(WHOLE) is None
         ]
         self.num_shards = min(filter(None, uncounted), default=None)
 
@@ -100,19 +106,18 @@ class Mix(Stage):
         for (name, stage), num_drawn in zip(
             self._stages.items(), counts, strict=True
         ):
-            # The sample before shows whether the source has been opened again.
-            back = int(num_drawn > 0)
             request = replace(
-                self._opening(opening, name), skip=num_drawn - back
+                self._opening(opening, name),
+                # The sample before shows whether the source has been opened again.
+                skip=max(0, num_drawn - 1),
             )
-            rounds = in_rounds(stage, request, None, name)
-            sources.append([(back, items) for items in rounds])
+            sources.append(in_rounds(stage, request, None, name))
         if opening.rng.seeds:
             opening.rng.unread_sources.update(
                 (self, number) for number in range(len(sources))
             )
         return [
-            self._mixed(of_part, opening, draws)
+            self._mixed(of_part, counts, opening, draws)
             for of_part in zip(*sources, strict=True)
         ]
 
@@ -124,16 +129,17 @@ class Mix(Stage):
 
     def _mixed(
         self,
-        sources: Sequence[tuple[int, Rounds]],
+        sources: Sequence[Rounds],
+        counts: Sequence[int],
         opening: Opening,
         draws: Draws,
     ) -> Samples:
-        """Yield the samples of a part, given (samples before the position, samples) of each source."""
+        """Yield the samples of a part, given the samples of each source, and how many are before the position."""
         num_ends = len(sources) if self._every else 1
         ended = {
             number
-            for number, (back, items) in enumerate(sources)
-            if back and next(items)[0]
+            for number, num_drawn in enumerate(counts)
+            if num_drawn and next(sources[number])[0]
         }
         if len(ended) >= num_ends:  # it ended before this position
             return
@@ -142,7 +148,7 @@ class Mix(Stage):
             numbers, _ = draws.sources_at(np.arange(first, first + _BLOCK))
             for number in numbers.tolist():
                 try:
-                    round_number, sample = next(sources[number][1])
+                    round_number, sample = next(sources[number])
                 except Exception as error:
                     # It counts the samples of the source, not of the mixture.
                     error.__dict__.pop(FAILED_AT, None)
@@ -192,7 +198,7 @@ class Mix(Stage):
         return [
             (f"{name}: {file}", size, tag)
             for name, stage in self._stages.items()
-            for file, size, tag in stage.files_identity()
+            for file, size, tag in stage.source.files_identity()
         ]
 
     def fingerprint(self) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,13 +58,13 @@ class PackedRows:
     """Tokens of a row."""
     most_pieces: int
     """Most pieces of a row; it gives the size of `cu_seqlens`."""
-    key: str = "input_ids"
+    key: str
     """Field of the tokens, in documents that are dicts."""
-    labels: str | None = None
+    labels: str | None
     """Field to add with the next token of each token; None: no such field."""
-    ignore_index: int = -100
+    ignore_index: int
     """Label where there is no next token."""
-    pad_values: Mapping[str, float] = field(default_factory=dict)
+    pad_values: Mapping[str, float]
     """For each field, the number that fills the end of a row."""
 
     def __post_init__(self) -> None:
@@ -122,22 +122,22 @@ class PackedRows:
         return fields
 
     def row(
-        self, pieces: Sequence[tuple[Fields, Piece]], names: Sequence[str]
+        self, pieces: Sequence[tuple[str, Fields, Piece]]
     ) -> dict[str, Any]:
         """Return a row of some pieces, one after the other.
 
         Args:
-            pieces: The fields of each piece's document, and the piece.
-            names: Name of each document, for messages.
+            pieces: For each piece the name of its document, for messages, the document's fields, and the piece.
 
         Raises:
             ValueError: The pieces differ in their fields, or in the dtype or shape of an entry.
         """
-        form = _forms(pieces[0][0])
-        for what, (fields, _) in zip(names, pieces, strict=True):
+        first, fields, _ = pieces[0]
+        form = _forms(fields)
+        for name, fields, _ in pieces:
             if _forms(fields) != form:
                 raise ValueError(
-                    f"{what} has the fields {_forms(fields)}, but {names[0]} has {form}: (dtype, shape of an entry) of "
+                    f"{name} has the fields {_forms(fields)}, but {first} has {form}: (dtype, shape of an entry) of "
                     "those with an entry for each token. Give all documents the same, and leave the others out."
                 )
         unknown = sorted(self.pad_values.keys() - form.keys())
@@ -145,7 +145,7 @@ class PackedRows:
             raise ValueError(
                 f"pad_values names {unknown}, which rows do not have; there are {sorted(form)}."
             )
-        sizes = [piece.end - piece.first for _, piece in pieces]
+        sizes = [piece.end - piece.first for _, _, piece in pieces]
         padding = self.length - sum(sizes)
         pads = {self.labels or "labels": self.ignore_index, **self.pad_values}
         row: dict[str, Any] = {}
@@ -157,7 +157,7 @@ class PackedRows:
                 )
             values = [
                 fields[name][piece.first : piece.end]
-                for fields, piece in pieces
+                for _, fields, piece in pieces
             ]
             row[name] = np.concatenate(
                 [*values, np.full((padding, *shape), pad, dtype)]
@@ -212,31 +212,30 @@ class Pack(Transform):
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the rows of one window after the other, each window packed like a data set of its own."""
         first = 0
-        for documents in windows(items, self.window):
-            bad = [item for item in documents if isinstance(item, Unreadable)]
-            fields = []
-            names = []
-            for number, document in enumerate(documents, first):
+        for window in windows(items, self.window):
+            bad = []
+            documents = []
+            for number, document in enumerate(window, first):
+                if isinstance(document, Unreadable):
+                    bad.append(document)
+                    continue
                 name = f"document {number} of its part"
-                is_bad = isinstance(document, Unreadable)
-                fields.append(
-                    {} if is_bad else self.rows.fields(document, name)
-                )
-                names.append(name)
-            sizes = np.array(list(map(self._size, fields)))
+                documents.append((name, self.rows.fields(document, name)))
+            sizes = np.array([self._size(fields) for _, fields in documents])
             if sizes.any():
                 packing = Packing(sizes, self.rows.length, MAX_WINDOW)
                 for row in range(packing.num_rows):
-                    pieces = packing.pieces(row)
                     yield self.rows.row(
-                        [(fields[piece.document], piece) for piece in pieces],
-                        [names[piece.document] for piece in pieces],
+                        [
+                            (*documents[piece.document], piece)
+                            for piece in packing.pieces(row)
+                        ]
                     )
             yield from bad
-            first += len(documents)
+            first += len(window)
 
     def _size(self, fields: Fields) -> int:
-        """Return how many tokens of a document are packed; 0 if it was not read."""
-        size = len(fields.get(self.rows.key, ()))
+        """Return how many tokens of a document are packed."""
+        size = len(fields[self.rows.key])
         is_dropped = self.long == "drop" and size > self.rows.length
         return 0 if is_dropped else size

@@ -105,6 +105,10 @@ class Opening:
             rng.seed(key, number + 1)
 
 
+WHOLE = Opening(parts=(0,), num_parts=1)
+"""A whole stream, as one part."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unreadable:
     """Replaces a sample of a part on which the user's code has failed.
@@ -156,11 +160,6 @@ class Stage:
         """Its name in the `repr` of a stream."""
         return type(self).__name__
 
-    @property
-    def uneven_parts(self) -> str:
-        """The cause of parts of different lengths, and the fix, for a warning."""
-        return "A filter, or another stage that makes more or fewer samples of some, leaves parts of different lengths."
-
     def line(self) -> Iterator[Stage]:
         """Yield this stage and those before it, the source last."""
         stage: Stage | None = self
@@ -194,15 +193,15 @@ class Stage:
         """Return what the samples and their order depend on: JSON-able, one entry per stage that matters."""
         return []
 
+    # For sources only
+
     def files_identity(self) -> list[FileVersion]:
-        """Return (name, size in bytes, version tag) of each file of the source, by which other data is detected.
+        """Return (name, size in bytes, version tag) of each file of a source, by which other data is detected.
 
         The tag is an ETag or a time of modification. Sources without files return what else they know by name, or
         nothing. It is computed on demand: remote files cost a request each.
         """
-        return [] if self.upstream is None else self.upstream.files_identity()
-
-    # For sources only
+        return []
 
     once = False
     """True if it can be opened only once."""
@@ -223,15 +222,22 @@ class PartsSource(Stage):
         """Return the samples of a part."""
         raise NotImplementedError
 
-    def check_num_shards(self, opening: Opening, fixes: str) -> None:
-        """Reject more parts than shards, of which each part needs at least one."""
+    def lengths(self, opening: Opening) -> Lengths:
+        """Return None: lengths are known only at the end. The loader asks before any batch.
+
+        Raises:
+            ArgumentError: There are fewer shards than parts, of which each needs at least one.
+        """
         num_parts = opening.num_parts
-        num_shards = self.num_shards or 0
-        if num_shards < num_parts:
+        if self.num_shards is not None and self.num_shards < num_parts:
             raise ArgumentError(
-                f"in_parts({num_parts}): {num_shards} shards cannot be assigned to {num_parts} parts, which need one "
-                f"each. Ways that work: in_parts() with at most {num_shards}; {fixes}."
+                f"in_parts({num_parts}): {self.num_shards} shards cannot be assigned to {num_parts} parts, which need "
+                f"one each. Ways that work: in_parts() with at most {self.num_shards}; more shards (of Hugging Face: "
+                "dataset.reshard()); counted samples, so that files are cut in the middle (counts=True; for tars an "
+                "index file, index=, made by `paddle-shard index`); or an uncut stream (Stream.of(...)), of which each "
+                "reader reads all."
             )
+        return None
 
 
 @dataclass(eq=False)

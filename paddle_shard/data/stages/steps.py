@@ -271,7 +271,6 @@ class _Rounds:
                 parts=parts,
                 round=opening.round * (self.times or 1) + number,
                 skip=skip,
-                state=None if number else opening.state,
                 # Parts may begin at several places: `seen` would be called for a sample more than once.
                 seen=None if skip else opening.seen,
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from paddle_shard.data.samplers import PlanBatches
+from paddle_shard.data.samplers.plan_batches import PlanBatches
 from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.answer import Json
 from paddle_shard.extras.cli.places import Meshes
