@@ -98,7 +98,6 @@ def read_source(
         if costs
         else None
     )
-    source = partial(source, costs=costs)
 
     # An order of this library's: that of a plain DataLoader, or of Paddle's distributed sampler.
     if not is_split and is_plain(sampler):

@@ -88,7 +88,7 @@ def record_facts(
         "sizes": None if sizes is None else sizes.entries,
         "skip_steps": skip_steps,
         "order_of": run.no_order(),
-        "dealt": source.costs is not None,
+        "dealt": stream is None and source.batches.balance_rows is not None,
         "meshes": describe_layouts(layouts),
         "data_rank": (row_layout.data_rank, row_layout.num_data_ranks)
         if row_layout.on_mesh
