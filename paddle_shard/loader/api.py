@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.core.checks import argument_hint
 from paddle_shard.core.trees import leaves
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.external import ExternalLoader
 from paddle_shard.data.stream import Stream
-from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.arguments import (
     ASSIGNS,
     SIZES_BATCHES,
@@ -40,7 +37,6 @@ from paddle_shard.loader.setup import (
     make_reading,
     ranks_of,
     replicas_of,
-    warn_if_unsplit,
 )
 from paddle_shard.loader.source import read_source
 from paddle_shard.loader.stats import LoaderStats
@@ -50,15 +46,13 @@ from paddle_shard.placement.lengths import PadTo
 from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.skips import union
-from paddle_shard.ranks.agreeing import connect, report_failure
+from paddle_shard.ranks.agreeing import connect, fails_on_all_ranks
 from paddle_shard.reading.reading import Readers
 from paddle_shard.reading.sample_threads import Threads
 from paddle_shard.run.record_facts import record_facts
 from paddle_shard.run.recorder import Recorder
 from paddle_shard.run.run import Run
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Placement: TypeAlias = "Mapping[str | int | tuple[str, ...], int | Balanced | None] | Literal['as read', 'row index']"
 """Of a field: the tensor dim that each axis splits, or a word."""
 
@@ -88,39 +82,19 @@ _NO_INDEX = (
 )
 
 
-def _reports_failure(function: Callable[P, R]) -> Callable[P, R]:
-    """Report an error of a function to the other ranks of its meshes, also one about an unknown argument."""
-    parameters = inspect.signature(function).parameters
-    of_dataloader = inspect.signature(paddle.io.DataLoader).parameters
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            for name in kwargs:
-                if name not in parameters:
-                    fix = argument_hint(name, parameters)
-                    if name in of_dataloader:
-                        fix = " Pass it to paddle.io.DataLoader."
-                    raise ArgumentTypeError(
-                        f"{function.__name__} has no argument {name}=.{fix}"
-                    )
-            return function(*args, **kwargs)
-        except Exception as error:
-            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-            ranks = {
-                rank
-                for mesh in leaves(given.get("meshes"))
-                for rank in getattr(mesh, "process_ids", ())
-            }
-            report_failure(
-                "its loader was not made", error, tuple(sorted(ranks))
-            )
-            raise
-
-    return checked
+def _ranks_of(
+    _dataloader: Any = None, meshes: Any = None, *_: Any, **__: Any
+) -> list[tuple[int, ...]]:
+    """Return the global ranks of all meshes."""
+    ranks = {
+        rank
+        for mesh in leaves(meshes)
+        for rank in getattr(mesh, "process_ids", ())
+    }
+    return [tuple(sorted(ranks))]
 
 
-@_reports_failure
+@fails_on_all_ranks(_ranks_of)
 def shard_dataloader(  # noqa: PLR0913
     dataloader: paddle.io.DataLoader
     | Stream
@@ -243,7 +217,7 @@ def shard_dataloader(  # noqa: PLR0913
 
     Raises:
         ArgumentError: An argument cannot be honoured; raised on every rank, before any batch.
-        ArgumentTypeError: There is no such argument, or its type is not supported.
+        ArgumentTypeError: The type of an argument is not supported.
 
     Examples:
         >>> loader = shard_dataloader(DataLoader(data, batch_size=64), mesh, shard_dims="dp")  # doctest: +SKIP
@@ -282,8 +256,6 @@ def shard_dataloader(  # noqa: PLR0913
             "how long the rows are. Make this loader on the ranks of the meshes only."
         )
     row_layout = placer.row_layout
-    if shard_dims is None:
-        warn_if_unsplit(row_layout)
 
     # The order of the data.
     loader = as_dataloader(dataloader, readers)
