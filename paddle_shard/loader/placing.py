@@ -29,7 +29,7 @@ from paddle_shard.reading.tensors import as_array, becomes_tensor
 class Placing:
     """Places the batches of one epoch iterator.
 
-    With `pad_to`, tensors stay `Unplaced` until the lengths of all ranks are known.
+    With `pad_to`, its leaves stay local until the lengths of all ranks are known.
     """
 
     def __init__(self, setup: LoaderSetup, start: LoaderState) -> None:
@@ -60,7 +60,9 @@ class Placing:
                     lambda value: setup.rows.of(step, value, setup.placer),
                     (step.num_rows, step.micro_size),
                 )
-                finish = recipe.begin(parts, batch.owned, self._maker)
+                finish = recipe.begin(
+                    parts, batch.owned, self._maker, is_alone=setup.is_alone
+                )
                 if recipe.is_host and self._maker.is_on_cpu:
                     batch.value = finish()
                 else:

@@ -12,13 +12,13 @@ import numpy as np
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.loader import stopping
 from paddle_shard.loader.setup import LoaderSetup
-from paddle_shard.placement.lengths import PadTo, Row, finished
+from paddle_shard.placement.lengths import PadTo, Row
 from paddle_shard.ranks.batch_check import compare_batches
 from paddle_shard.ranks.reports import differences
 from paddle_shard.reading.batch import Batch
 
-_EXCHANGE_SECONDS = 1.0
-"""Seconds between two exchanges of what the ranks have waited for, with at most `_MANY_RANKS`; more with more ranks."""
+_SUMMARY_SECONDS = 1.0
+"""Seconds after which a rank sends again what it has waited for, with at most `_MANY_RANKS`; more with more ranks."""
 _MANY_RANKS = 64
 
 
@@ -34,14 +34,14 @@ class StepMessages:
       invalid.
     - "read": a summary of the batch, if the ranks compare this step's.
     - "stop": that the rank was asked to stop (`stopping`).
-    - "ask": the first rank asks all ranks for "time": what they have waited for (`LoaderStats.summary`).
+    - "time": what the rank has waited for (`LoaderStats.summary`), from time to time.
     """
 
     def __init__(self, setup: LoaderSetup) -> None:
         """Initialize.
 
         Args:
-            setup: Setup of the loader. With `pad_to`, the batches are not placed yet.
+            setup: Setup of the loader. With `pad_to`, the batches are local leaves.
         """
         self._setup = setup
         self._pad_to = setup.placer.pad_to
@@ -51,9 +51,7 @@ class StepMessages:
         self._sent_form: Any = None
         self._forms: dict[int, Any] = {}
         self._sent_stop = False
-        self._is_first_rank = setup.row_layout.global_rank == min(setup.ranks)
-        self._is_asked_for_time = False
-        self._exchange_at = time.perf_counter() + _EXCHANGE_SECONDS
+        self._send_time_at = time.perf_counter() + _SUMMARY_SECONDS
 
     def compose(self, batch: Batch) -> str | None:
         """Return the message to send with a batch; None if there is nothing to send."""
@@ -61,14 +59,12 @@ class StepMessages:
         if not self._sent_stop and stopping.has_news(self._setup.ranks):
             self._sent_stop = True
             message["stop"] = True
-        if self._is_asked_for_time:
-            self._is_asked_for_time = False
-            message["time"] = self._setup.stats.summary()
-        elif self._is_first_rank and time.perf_counter() > self._exchange_at:
+        now = time.perf_counter()
+        if now > self._send_time_at:
             num_ranks = len(self._setup.ranks)
-            seconds = _EXCHANGE_SECONDS * max(1.0, num_ranks / _MANY_RANKS)
-            self._exchange_at = time.perf_counter() + seconds
-            message["ask"] = True
+            seconds = _SUMMARY_SECONDS * max(1.0, num_ranks / _MANY_RANKS)
+            self._send_time_at = now + seconds
+            message["time"] = self._setup.stats.summary()
         recipe = batch.placed
         if recipe is not None:
             if recipe is not self._sent_recipe:
@@ -85,8 +81,9 @@ class StepMessages:
 
     def finish_alone(self, batch: Batch) -> Any:
         """Return what would be delivered if there were no other ranks."""
-        if batch.placed is not None and self._pad_to is not None:
-            batch.value = finished(batch.value, {0: batch.placed.row_shapes})
+        recipe = batch.placed
+        if recipe.pads and not self._setup.is_alone:
+            return recipe.placed(list(batch.value), [recipe.row_shapes])
         return batch.value
 
     def apply(self, batch: Batch, received: Sequence[tuple[int, str]]) -> Batch:
@@ -112,18 +109,13 @@ class StepMessages:
         for kind, handler in _HANDLERS.items():
             if kind in by_kind:
                 handler(self, batch, by_kind[kind])
-        if self._pad_to is not None and batch.placed is not None:
-            row_shapes = {
-                rank: shapes for rank, (_, shapes) in self._forms.items()
-            }
-            batch.value = finished(batch.value, row_shapes)
+        if batch.placed is not None and batch.placed.pads:
+            row_shapes = [shapes for _, shapes in self._forms.values()]
+            batch.value = batch.placed.placed(batch.value, row_shapes)
         return batch
 
     def _on_stop(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
         stopping.agree(self._setup.ranks)
-
-    def _on_ask(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        self._is_asked_for_time = True
 
     def _on_time(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
         self._setup.stats.of_ranks |= of_ranks
@@ -150,7 +142,6 @@ class StepMessages:
 # Bound methods, as an attribute, would refer to the object that has them.
 _HANDLERS = {
     "stop": StepMessages._on_stop,
-    "ask": StepMessages._on_ask,
     "time": StepMessages._on_time,
     "skipped": StepMessages._on_skipped,
     "read": StepMessages._on_read,

@@ -47,7 +47,7 @@ class BatchPlacer:
     dense_tensor_idx: Sequence[Sequence[int]] | None
     local: bool
     pad_to: PadTo | None
-    """If given, tensors stay `Unplaced` until all ranks' lengths are known."""
+    """If given, fields that it names are placed when all ranks' lengths are known."""
     global_rank: int
     """Paddle's process id."""
     replicated_in_name: bool
