@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +9,7 @@ from typing import Any, Literal
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.core.warn_once import caller_level
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.generators import generators_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.rows import LoaderRows
@@ -26,8 +25,6 @@ from paddle_shard.reading.sample_threads import Threads
 from paddle_shard.reading.source import Source
 from paddle_shard.run.run import Run
 from paddle_shard.version import VERSION
-
-_LOG = logging.getLogger("paddle_shard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +166,12 @@ def ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
         )
     num_data_ranks = max(layout.num_data_ranks for layout in layouts)
     if num_data_ranks > 1 and dist.get_world_size() == 1:
-        _LOG.warning(
+        warn_once(
             "the mesh has %d ranks, but this is the only process of its job, and reads at most 1/%d of the rows. "
             "Fine for a look at a program; to train, start all ranks: %s",
             len(ranks),
             num_data_ranks,
             start,
-            stacklevel=caller_level(),
         )
     return (this_rank,)
 

@@ -106,15 +106,13 @@ def read_source(
         rows = sampler.batch_size
     else:
         _reject_for_sampler(sampler, tail, batch_size, shuffle)
+        own_data_rank = None
         if is_split:
-            num_data_ranks = _check_split(sampler, layouts)
+            num_data_ranks, own_data_rank = _check_split(sampler, layouts)
         else:
             _check_unsplit(sampler)
         source = partial(source, custom_sampler=sampler)
         if not is_paddle_split:
-            data_ranks = [
-                layout.data_rank for layout in layouts if layout.on_mesh
-            ]
             user_batches = _user_batches(
                 dataset,
                 sampler,
@@ -123,9 +121,7 @@ def read_source(
                 num_data_ranks=1 if is_split else num_data_ranks,
                 accumulation=accumulation,
                 balance_rows=balance_rows,
-                own_data_rank=data_ranks[0]
-                if is_split and data_ranks
-                else None,
+                own_data_rank=own_data_rank,
             )
             return source(
                 batches=user_batches,
@@ -228,8 +224,14 @@ def _check_unsplit(batch_sampler: Any) -> None:
             )
 
 
-def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> int:
-    """Check that a loader which is split already was split for these meshes; return the data ranks."""
+def _check_split(
+    sampler: Any, layouts: Sequence[FieldLayout]
+) -> tuple[int, int | None]:
+    """Check that a loader which is split already was split for these meshes.
+
+    Returns:
+        The number of data ranks, and this process's; None if it is on no mesh.
+    """
     local = [layout for layout in layouts if layout.on_mesh]
     sizes = {layout.num_data_ranks for layout in local or layouts[:1]}
     data_ranks = {layout.data_rank for layout in local}
@@ -250,7 +252,7 @@ def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> int:
             f"{num_data_ranks} and rank={data_rank}, not the world size and the global rank; or give a plain "
             "BatchSampler and let this loader split."
         )
-    return num_data_ranks
+    return num_data_ranks, data_rank
 
 
 def _plan_batches(

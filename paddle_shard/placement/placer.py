@@ -153,12 +153,14 @@ class BatchPlacer:
         return recipe
 
     def _last_layout(self, leaves: Sequence[Leaf]) -> FieldLayout:
-        """Return the layout of the last leaf, or, if that stays local, of the last one that is here."""
+        """Return the layout of the last leaf that is not local, or is local and here."""
         layouts = [leaf.layout for leaf in leaves] or self.layouts
-        if not layouts[-1].is_local:
-            return layouts[-1]
         return next(
-            (layout for layout in reversed(layouts) if layout.on_mesh),
+            (
+                layout
+                for layout in reversed(layouts)
+                if layout.on_mesh or not layout.is_local
+            ),
             layouts[-1],
         )
 
