@@ -130,7 +130,7 @@ def config_of(
         **arguments,
     }
     if placer.pad_to is not None:
-        config["pad_to"] = placer.pad_to.fact()
+        config["pad_to"] = sorted(map(str, placer.pad_to.fields.values()))
     # else each data rank has an order and files of its own
     if not source.split:
         config |= source.batches.fingerprint()

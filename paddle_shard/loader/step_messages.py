@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -99,30 +100,27 @@ class StepMessages:
         """
         if not received and self._pad_to is None:  # most steps
             return batch
-        by_kind: dict[str, dict[int, Any]] = {}
-        parsed = {
-            text: json.loads(text) for text in {text for _, text in received}
-        }
-        for rank, text in received:
-            for kind, value in parsed[text].items():
-                by_kind.setdefault(kind, {})[rank] = value
-        for kind, handler in _HANDLERS.items():
-            if kind in by_kind:
-                handler(self, batch, by_kind[kind])
+        setup = self._setup
+        by_kind = _parsed(received)
+        if by_kind["stop"]:
+            stopping.agree(setup.ranks)
+        setup.stats.of_ranks |= by_kind["time"]
+        if by_kind["skipped"] and batch.placed is not None:
+            self._mark_skipped(batch, by_kind["skipped"])
+        if by_kind["read"] and setup.compared_ranks is not None:
+            compare_batches(by_kind["read"], setup.compared_ranks)
+        if by_kind["form"]:
+            self._forms |= by_kind["form"]
+            _check_forms(self._forms, self._pad_to)
         if batch.placed is not None and batch.placed.pads:
             row_shapes = [shapes for _, shapes in self._forms.values()]
             batch.value = batch.placed.placed(batch.value, row_shapes)
         return batch
 
-    def _on_stop(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        stopping.agree(self._setup.ranks)
-
-    def _on_time(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        self._setup.stats.of_ranks |= of_ranks
-
-    def _on_skipped(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        if batch.placed is None:
-            return
+    def _mark_skipped(
+        self, batch: Batch, of_ranks: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Mark the rows that other ranks could not read."""
         rows = [row for rows in of_ranks.values() for row in rows]
         skipped = np.isin(batch.placed.rows.read, rows)
         batch.is_skipped = (
@@ -130,23 +128,17 @@ class StepMessages:
         )
         batch.count(self._setup.sliced_layout)
 
-    def _on_read(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        if self._setup.compared_ranks is not None:
-            compare_batches(of_ranks, self._setup.compared_ranks)
 
-    def _on_form(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        self._forms |= of_ranks
-        _check_forms(self._forms, self._pad_to)
-
-
-# Bound methods, as an attribute, would refer to the object that has them.
-_HANDLERS = {
-    "stop": StepMessages._on_stop,
-    "time": StepMessages._on_time,
-    "skipped": StepMessages._on_skipped,
-    "read": StepMessages._on_read,
-    "form": StepMessages._on_form,
-}
+def _parsed(
+    received: Sequence[tuple[int, str]],
+) -> defaultdict[str, dict[int, Any]]:
+    """Return the entries of messages by their kind and global rank."""
+    by_kind: defaultdict[str, dict[int, Any]] = defaultdict(dict)
+    parsed = {text: json.loads(text) for text in {text for _, text in received}}
+    for rank, text in received:
+        for kind, value in parsed[text].items():
+            by_kind[kind][rank] = value
+    return by_kind
 
 
 def _check_forms(

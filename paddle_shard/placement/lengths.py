@@ -78,10 +78,6 @@ class PadTo:
             )
         return cls(fields)
 
-    def fact(self) -> list[str]:
-        """Return what the ranks compare."""
-        return sorted(map(str, self.fields.values()))
-
     def pad_of(self, path: str) -> Pad | None:
         """Return how the rows of the tensor at a path are padded; None if they are not."""
         # The paths of a field's tensors begin with its own, up to the bracket.
