@@ -196,7 +196,7 @@ class Run:
         epoch = self._counter.set(epoch, others)
         loaded = self._resumed
         if loaded is None or self._newest is not None:
-            loaded = LoaderState(epoch=epoch)
+            return
         if loaded.samples and not loaded.ended and epoch != loaded.epoch:
             warn_once(
                 f"set_epoch({epoch}): the loaded state stands in epoch {loaded.epoch}, after {loaded.samples} samples, "
@@ -464,14 +464,9 @@ class Run:
         """Return where a sample is delivered."""
         epoch = self.epoch if epoch is None else epoch
         newest = self._newest
-        if (
-            newest is not None
-            and newest.epoch == epoch
-            and (epoch != self.epoch or not newest.finished)
-        ):
+        start = self.start(epoch)
+        if newest is not None and newest.epoch == epoch:
             start = newest.start  # as the epoch was, or is, served
-        else:
-            start = self.start(epoch)
         plan = self._plan_from(start)
         if plan is None:
             raise ArgumentError(

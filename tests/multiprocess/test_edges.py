@@ -9,6 +9,7 @@ import paddle.io
 import pytest
 
 import paddle_shard
+from paddle_shard.core import warn_once
 from tests.deadlines import HANG
 from tests.jobs import run_ranks
 
@@ -359,7 +360,10 @@ def test_rank_on_no_mesh_makes_the_steps_of_the_others(of_ranks):
     assert len(set(of_ranks(3, "on_no_mesh"))) == 1
 
 
-def test_single_process_with_a_mesh_of_two_warns_how_to_launch(caplog):
+def test_single_process_with_a_mesh_of_two_warns_how_to_launch(
+    caplog, monkeypatch
+):
+    monkeypatch.setattr(warn_once, "_WARNED", set())
     mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
     data = paddle.io.TensorDataset([paddle.arange(8)])
 
