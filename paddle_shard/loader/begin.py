@@ -134,34 +134,18 @@ def _note_identity(setup: LoaderSetup, executor: Executor | None) -> None:
 def _open_agreement(
     setup: LoaderSetup, start: LoaderState, *, same_data: bool
 ) -> Agreement:
+    stream = setup.source.stream
     identity = in_words(setup.run.identity or {})
     position = {"epoch": start.epoch, "step": start.steps}
     terms = AgreementConfig(
         label={**setup.config, **identity, **position},
         name=f"{setup.config['data set']}, epoch {start.epoch}",
         timeout=setup.timeout,
-        ends_must_agree=_fix_of_unequal_ends(setup, same_data=same_data),
+        ends_must_agree=stream is None
+        or setup.source.tail.refuses
+        or (stream.whole_items and same_data),
         same_data=same_data,
         exit_when_lost=setup.exit_when_lost,
         first_step=start.steps,
     )
     return open_agreement(setup.ranks, terms)
-
-
-def _fix_of_unequal_ends(setup: LoaderSetup, *, same_data: bool) -> str:
-    """Return the fix for ranks with different numbers of batches; "" if that is no error."""
-    source = setup.source
-    if source.stream is not None:
-        if source.tail.refuses or (source.stream.whole_items and same_data):
-            return (
-                "Make the data of equal length, or choose tail='drop', 'pad' or 'repeat' (this is tail='error', or "
-                "items are whole batches), or num_batches=."
-            )
-        return ""
-    if source.split:
-        return (
-            "Give every data rank as many rows, or leave is_dataset_splitted at False to have this loader split the "
-            "data."
-        )
-    name = type(source.custom_sampler).__name__
-    return f"Seed the loader's {name} alike on all ranks."

@@ -56,9 +56,7 @@ class Placing:
         try:
             with no_fork:
                 recipe, parts = setup.placer.recipe(
-                    batch.value,
-                    lambda value: setup.rows.of(step, value, setup.placer),
-                    (step.num_rows, step.micro_size),
+                    batch.value, step, setup.rows.of
                 )
                 finish = recipe.begin(
                     parts, batch.owned, self._maker, is_alone=setup.is_alone

@@ -236,8 +236,6 @@ def compared_ranks(
         return None
     if not source.split:
         return {}
-    if not row_layout.on_mesh:
-        return None
     layout = row_layout.layout
     return {
         rank: layout.data_rank(rank, row_layout.data_axes)

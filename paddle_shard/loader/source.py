@@ -92,12 +92,13 @@ def read_source(
     is_paddle_split = type(sampler) is paddle.io.DistributedBatchSampler
     if is_split and not is_paddle_split:
         reject(f"the data is split already, {ASSIGNS}", balance=balance)
-    costs = None if balance is None else costs_of(balance, dataset)
-    balance_rows: BalanceRows | None = (
-        partial(balanced_rows, num_data_ranks=num_data_ranks, costs_of=costs)
-        if costs
-        else None
-    )
+    balance_rows: BalanceRows | None = None
+    if balance is not None:
+        balance_rows = partial(
+            balanced_rows,
+            num_data_ranks=num_data_ranks,
+            costs_of=costs_of(balance, dataset),
+        )
 
     # An order of this library's: that of a plain DataLoader, or of Paddle's distributed sampler.
     if not is_split and is_plain(sampler):

@@ -284,7 +284,11 @@ class StepPass:
         """Read on the caller's thread until a step can be delivered, or start the thread that reads ahead."""
         wanted = min(step + 1 + self._most_ahead, 2 * step + 1)
         while not self._is_over:
-            if self._may_start_thread():
+            if (
+                self._thread is None
+                and self._num_ahead > 0
+                and self._executor.runs_in_thread
+            ):
                 self._start_thread()
                 return
             if self._announced >= wanted:
@@ -356,10 +360,6 @@ class StepPass:
             agreement.announce(FAIL, report=report_of(error))
 
     # The thread that reads ahead
-
-    def _may_start_thread(self) -> bool:
-        is_wanted = self._thread is None and self._num_ahead > 0
-        return is_wanted and self._executor.runs_in_thread
 
     def _start_thread(self) -> None:
         thread = threading.Thread(

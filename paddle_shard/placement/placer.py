@@ -29,6 +29,7 @@ from paddle_shard.placement.recipe import (
     is_row_like,
 )
 from paddle_shard.placement.rows import BatchRows
+from paddle_shard.plan.step import Step
 from paddle_shard.reading.tensors import becomes_tensor, is_tensor
 
 _MOST_RECIPES = 256
@@ -95,14 +96,17 @@ class BatchPlacer:
         )
 
     def recipe(
-        self, batch: Any, rows_of: Callable[[Any], BatchRows], key: Any
+        self,
+        batch: Any,
+        step: Step,
+        rows_of: Callable[[Step, Any, BatchPlacer], BatchRows],
     ) -> tuple[BatchRecipe, list[Any]]:
         """Return how a batch is placed, and the leaves that are delivered.
 
         Args:
             batch: A batch that was read: arrays, tensors and other leaves.
-            rows_of: Returns the rows of the batch.
-            key: What the rows depend on besides the form of the batch.
+            step: Its step.
+            rows_of: Returns the rows of a batch that was read for a step.
 
         Raises:
             BatchStructureError: A field does not fit its mesh or cannot be split.
@@ -111,10 +115,10 @@ class BatchPlacer:
         fields = self._fields(batch)
         leaves: list[Any] = []
         forms = [_form(value, leaves) for value in fields.values()]
-        form = type(batch), key, *fields, *forms
+        form = type(batch), step.num_rows, step.micro_size, *fields, *forms
         recipe = self._recipes.get(form)
         if recipe is None:
-            recipe = self._compile(batch, fields, rows_of(batch))
+            recipe = self._compile(batch, fields, rows_of(step, batch, self))
             if len(self._recipes) >= _MOST_RECIPES:
                 self._recipes.clear()
             self._recipes[form] = recipe

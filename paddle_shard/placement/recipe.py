@@ -61,7 +61,7 @@ class BatchRecipe:
         owned: bool,
         maker: TensorMaker,
         *,
-        is_alone: bool = True,
+        is_alone: bool,
     ) -> Callable[[], Any]:
         """Begin to place a batch, and return a function that returns it placed, or if it `waits`, its local leaves.
 

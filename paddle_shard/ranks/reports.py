@@ -48,8 +48,8 @@ class AgreementConfig:
     """True if the ranks exchange something in a call of the user's, and make no steps."""
     timeout: float = 1800.0
     """Seconds for which a rank may be silent while another waits for it."""
-    ends_must_agree: str = ""
-    """If ends at different steps are an error, the fix for it; "" if they are none."""
+    ends_must_agree: bool = False
+    """True if ends at different steps are an error."""
     same_data: bool = False
     """True if all ranks read the same data, and give a digest with each step."""
     exit_when_lost: bool = False
@@ -201,7 +201,9 @@ def _unequal_ends(
         return None
     error = errors.UnequalEndsError(
         f"at {terms.place(step)} the data of {_named(ended)} has ended and that of {_named(went_on)} has not, but all "
-        f"must end there. {terms.ends_must_agree}"
+        "must end there. Make the data of equal length; seed a sampler of your own alike on all ranks; with "
+        "is_dataset_splitted=True, give every data rank as many rows. For a stream, choose tail='drop', 'pad' or "
+        "'repeat', or num_batches=."
     )
     error.step = terms.first_step + step
     error.ended = ended

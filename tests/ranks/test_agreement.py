@@ -83,9 +83,7 @@ def test_agreement_survives_a_rank_that_leaves_after_its_end(taken, told):
     left = threading.Event()
 
     def to_the_end():
-        agreement = first.open(
-            AgreementConfig(ends_must_agree="Make them equal.")
-        )
+        agreement = first.open(AgreementConfig(ends_must_agree=True))
         left.wait(HANG)
         for step in range(5):
             if step == 0:
@@ -96,9 +94,7 @@ def test_agreement_survives_a_rank_that_leaves_after_its_end(taken, told):
         return None
 
     def leaves():
-        agreement = second.open(
-            AgreementConfig(ends_must_agree="Make them equal.")
-        )
+        agreement = second.open(AgreementConfig(ends_must_agree=True))
         agreement.announce(steps=4 if taken > 2 else 2)
         left.set()
         for step in range(taken):

@@ -107,7 +107,7 @@ class Rank:
         terms = AgreementConfig(
             label={"loader": script.labels.get(self.rank, "")},
             timeout=TIMEOUT,
-            ends_must_agree="Make them equal." if script.must_agree else "",
+            ends_must_agree=script.must_agree,
             same_data=script.same_data,
         )
         self.state = protocol.Iteration(self.member, terms)
