@@ -68,6 +68,7 @@ _COMPARED = (
     "replicas",
     "dense_tensor_idx",
     "local",
+    "pad_to",
 )
 """Arguments that must be the same on all ranks, as they are. For others, ranks compare what is made of them;
 `prefetch`, `on_lost` and `record` may differ."""
@@ -271,13 +272,11 @@ def shard_dataloader(  # noqa: PLR0913
         reject(f"a stream's samples have no number, {ASSIGNS}", balance=balance)
         source = read_stream(
             loader,
-            placer.layouts,
-            row_layout,
+            placer,
             is_split=is_split,
             seed=seed,
             tail=tail,
             num_batches=num_batches,
-            has_local_items=any(dense_tensor_idx or ()),
         )
     else:
         reject(
@@ -286,7 +285,7 @@ def shard_dataloader(  # noqa: PLR0913
         )
         source = read_source(
             loader,
-            placer.layouts,
+            placer,
             is_split=is_split,
             shuffle=shuffle,
             seed=seed,
@@ -315,8 +314,7 @@ def shard_dataloader(  # noqa: PLR0913
         facts = record_facts(
             source,
             run,
-            placer.layouts,
-            row_layout,
+            placer,
             dataset=loader.dataset,
             skip_steps=skips,
             arguments=arguments,
@@ -330,7 +328,7 @@ def shard_dataloader(  # noqa: PLR0913
         source=source,
         placer=placer,
         row_layout=row_layout,
-        rows=LoaderRows(source, placer.layouts, row_layout),
+        rows=LoaderRows(source, placer),
         reading=reading,
         run=run,
         stats=LoaderStats(rank),

@@ -43,6 +43,7 @@ class Placing:
         self._start = start
         self._maker = TensorMaker(setup.dataloader.places[0])
         self._sliced_layout = setup.sliced_layout
+        self._is_alone = setup.is_alone
 
     def __call__(self, batch: Batch) -> Batch:
         """Place a batch, or leave the rest to `batch.finish` if only the training thread may do it.
@@ -59,7 +60,7 @@ class Placing:
                     batch.value, step, setup.rows.of
                 )
                 finish = recipe.begin(
-                    parts, batch.owned, self._maker, is_alone=setup.is_alone
+                    parts, batch.owned, self._maker, is_alone=self._is_alone
                 )
                 if recipe.is_host and self._maker.is_on_cpu:
                     batch.value = finish()

@@ -46,9 +46,9 @@ class LoaderSetup:
     config: Mapping[str, Any]
     """Settings that must be the same on all ranks."""
     verify: Literal["first"] | int | None
-    compared_ranks: Mapping[int, int] | None
-    """Global rank -> data rank, for ranks that compare what they have read, if the data is split already; else
-    empty. None: they do not compare it."""
+    compared_ranks: Mapping[int, Any] | None
+    """Global rank -> its slice of the rows, for ranks that compare what they have read, if the data is split already;
+    else empty. None: they do not compare it."""
     replicas: Replicas
     """How reading is shared with other ranks."""
     timeout: float
@@ -129,8 +129,6 @@ def config_of(
         "is_dataset_splitted": source.split,
         **arguments,
     }
-    if placer.pad_to is not None:
-        config["pad_to"] = sorted(map(str, placer.pad_to.fields.values()))
     # else each data rank has an order and files of its own
     if not source.split:
         config |= source.batches.fingerprint()
@@ -223,7 +221,7 @@ def compared_ranks(
     row_layout: FieldLayout,
     ranks: Sequence[int],
     verify: str | int | None,
-) -> Mapping[int, int] | None:
+) -> Mapping[int, Any] | None:
     """Return how the batches of the ranks are compared; see `LoaderSetup`.
 
     Args:
@@ -236,8 +234,7 @@ def compared_ranks(
         return None
     if not source.split:
         return {}
-    layout = row_layout.layout
     return {
-        rank: layout.data_rank(rank, row_layout.data_axes)
-        for rank in layout.process_ids
+        rank: row_layout.slice_of(rank)
+        for rank in row_layout.layout.process_ids
     }

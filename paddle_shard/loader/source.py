@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from paddle_shard.data.samplers import PlanBatches, UserBatches
 from paddle_shard.data.samplers.user_batches import owner_of, samplers
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.loader.arguments import ASSIGNS, SIZES_BATCHES, reject
-from paddle_shard.placement.field import FieldLayout
+from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.plan.balance import balanced_rows
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import (
@@ -40,7 +39,7 @@ from paddle_shard.reading.source import Source
 
 def read_source(
     dataloader: paddle.io.DataLoader,
-    layouts: Sequence[FieldLayout],
+    placer: BatchPlacer,
     *,
     is_split: bool,
     shuffle: Shuffle | None,
@@ -53,7 +52,7 @@ def read_source(
 
     Args:
         dataloader: The user's DataLoader.
-        layouts: Layouts of all fields.
+        placer: Knows the layouts of all fields.
         is_split: True if the user says that the loader of each data rank has rows of its own.
         shuffle: See `shard_dataloader`, as for the arguments below.
         seed: Seed of the order.
@@ -67,7 +66,7 @@ def read_source(
     """
     dataset = dataloader.dataset
     sampler = dataloader.batch_sampler
-    num_data_ranks = math.lcm(*(layout.num_data_ranks for layout in layouts))
+    num_data_ranks = placer.num_data_ranks
     policy = find_tail(
         tail, drop_last=bool(getattr(sampler, "drop_last", False))
     )
@@ -107,9 +106,9 @@ def read_source(
         rows = sampler.batch_size
     else:
         _reject_for_sampler(sampler, tail, batch_size, shuffle)
-        own_data_rank = None
         if is_split:
-            num_data_ranks, own_data_rank = _check_split(sampler, layouts)
+            _check_split(sampler, placer)
+            num_data_ranks = placer.row_layout.num_data_ranks
         else:
             _check_unsplit(sampler)
         source = partial(source, custom_sampler=sampler)
@@ -122,7 +121,9 @@ def read_source(
                 num_data_ranks=1 if is_split else num_data_ranks,
                 accumulation=accumulation,
                 balance_rows=balance_rows,
-                own_data_rank=own_data_rank,
+                own_data_rank=placer.row_layout.data_rank
+                if is_split and placer.row_layout.on_mesh
+                else None,
             )
             return source(
                 batches=user_batches,
@@ -225,35 +226,28 @@ def _check_unsplit(batch_sampler: Any) -> None:
             )
 
 
-def _check_split(
-    sampler: Any, layouts: Sequence[FieldLayout]
-) -> tuple[int, int | None]:
-    """Check that a loader which is split already was split for these meshes.
-
-    Returns:
-        The number of data ranks, and this process's; None if it is on no mesh.
-    """
-    local = [layout for layout in layouts if layout.on_mesh]
-    sizes = {layout.num_data_ranks for layout in local or layouts[:1]}
-    data_ranks = {layout.data_rank for layout in local}
-    if len(sizes) > 1 or len(data_ranks) > 1:
+def _check_split(sampler: Any, placer: BatchPlacer) -> None:
+    """Check that a loader which is split already was split for these meshes."""
+    row_layout = placer.row_layout
+    rank = row_layout.global_rank
+    slices = {layout.slice_of(rank) for layout in placer.layouts} - {None}
+    if len(slices) > 1:
         raise SplitError(
             "the data is split already, and a rank reads one part of it only, but shard_dims gives global rank "
-            f"{layouts[0].global_rank} the data ranks {sorted(data_ranks)} of {sorted(sizes)} for different fields. "
+            f"{rank} different (data rank, number of data ranks) for different fields: {slices}. "
             "Give all fields the same axes, and order the meshes alike."
         )
-    num_data_ranks = sizes.pop()
+    num_data_ranks = row_layout.num_data_ranks
+    data_rank = row_layout.data_rank if row_layout.on_mesh else None
     num_parts = getattr(sampler, "nranks", num_data_ranks)
-    data_rank = data_ranks.pop() if data_ranks else None
     part = getattr(sampler, "local_rank", data_rank)
-    if num_parts != num_data_ranks or (local and part != data_rank):
+    if num_parts != num_data_ranks or (slices and part != data_rank):
         raise SplitError(
             f"the loader's {type(sampler).__name__} reads part local_rank={part} of nranks={num_parts}, but shard_dims "
-            f"gives global rank {layouts[0].global_rank} data rank {data_rank} of {num_data_ranks}. Use num_replicas="
+            f"gives global rank {rank} data rank {data_rank} of {num_data_ranks}. Use num_replicas="
             f"{num_data_ranks} and rank={data_rank}, not the world size and the global rank; or give a plain "
             "BatchSampler and let this loader split."
         )
-    return num_data_ranks, data_rank
 
 
 def _plan_batches(

@@ -151,15 +151,12 @@ def _check_forms(
         forms: Global rank -> (number of rows, `BatchRecipe.row_shapes`).
         pad_to: What rows are padded to.
     """
-    paths = {path for _, shapes in forms.values() for path in shapes}
-    padded_paths = {
-        path for path in paths if pad_to is not None and pad_to.pad_of(path)
-    }
     texts = {}
     for rank, (num_rows, shapes) in sorted(forms.items()):
         texts[rank] = {"number of rows": str(num_rows)}
         for path, (kind, *row) in shapes.items():
-            shape = f" of {len(row)} dims" if path in padded_paths else row
+            is_padded = pad_to is not None and pad_to.pad_of(path)
+            shape = f" of {len(row)} dims" if is_padded else row
             texts[rank][path or "batch"] = f"{kind}{shape}"
     first, *others = texts.values()
     if any(other != first for other in others):

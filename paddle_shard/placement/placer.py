@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -87,7 +88,12 @@ class BatchPlacer:
             for layout in (entry if isinstance(entry, list) else [entry])
         ]
 
-    @property
+    @cached_property
+    def num_data_ranks(self) -> int:
+        """The least number by which a batch can be split over the data ranks of every field."""
+        return math.lcm(*(layout.num_data_ranks for layout in self.layouts))
+
+    @cached_property
     def row_layout(self) -> FieldLayout:
         """Layout of the field whose rows this rank reads: the one with most data ranks."""
         local = [layout for layout in self.layouts if layout.on_mesh]
