@@ -14,6 +14,7 @@ import paddle.io
 from paddle_shard.core.trees import leaves
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.external import ExternalLoader
+from paddle_shard.data.generators import generators_of
 from paddle_shard.data.stream import Stream
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.arguments import (
@@ -32,9 +33,7 @@ from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.loader.rows import LoaderRows
 from paddle_shard.loader.setup import (
     LoaderSetup,
-    compared_ranks,
     config_of,
-    make_reading,
     ranks_of,
     replicas_of,
 )
@@ -47,7 +46,8 @@ from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.skips import union
 from paddle_shard.ranks.agreeing import connect, fails_on_all_ranks
-from paddle_shard.reading.reading import Readers
+from paddle_shard.reading.reader import HowToRead
+from paddle_shard.reading.reading import Readers, Reading
 from paddle_shard.reading.sample_threads import Threads
 from paddle_shard.run.record_facts import record_facts
 from paddle_shard.run.recorder import Recorder
@@ -295,18 +295,24 @@ def shard_dataloader(  # noqa: PLR0913
         )
 
     # How it is read, and the position of the run.
-    reading = make_reading(
-        loader,
-        source,
+    # A sampler that knows its rank may repeat a row on another one, to augment it twice.
+    draws_for_rank = source.split and row_layout.on_mesh and not is_split
+    how = HowToRead(
+        generators=generators_of(),
         seed=seed,
-        skip_errors=on_error == "skip",
-        # A sampler that knows its rank may repeat a row on another one, to augment it twice.
-        data_rank=row_layout.data_rank
-        if source.split and row_layout.on_mesh and not is_split
-        else None,
-        pad_to=placer.pad_to,
-        timeout=timeout,
-        readers=readers,
+        skip_errors=on_error == "skip" and not source.item_is_batch,
+        items_are_batches=source.item_is_batch,
+        of_rank=(row_layout.data_rank,) if draws_for_rank else (),
+        num_threads=readers.num if isinstance(readers, Threads) else 0,
+    )
+    reading = Reading(
+        loader,
+        how,
+        # A worker times out before a rank does, so that the other ranks receive the reason.
+        worker_timeout=0.9 * timeout,
+        stream=source.stream,
+        even=None if placer.pad_to is None else placer.pad_to.even,
+        readers=None if isinstance(readers, Threads) else readers,
     )
     skips = union((int(first), int(end)) for first, end in skip_steps or ())
     run = Run(source, row_layout, mesh_ranks, timeout, skips)
@@ -340,7 +346,6 @@ def shard_dataloader(  # noqa: PLR0913
             {name: arguments[name] for name in _COMPARED},
         ),
         verify=verify,
-        compared_ranks=compared_ranks(source, row_layout, ranks, verify),
         replicas=sharing,
         timeout=timeout,
         exit_when_lost=on_lost == "exit",

@@ -227,7 +227,7 @@ def _warn_if_uneven(setup: LoaderSetup) -> None:
 
 def check_batches_alike(source: Source, plan: ShardPlan | None) -> None:
     """Reject a last batch of another size, on which a static program fails."""
-    if source.batch_size is None or source.split or plan is None:
+    if source.split or plan is None:
         return
     rows = plan.num_rows(step=plan.num_steps - 1)
     if rows != plan.batch_size:

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import paddle.distributed as dist
 import paddle.io
 
 from paddle_shard.core.warn_once import warn_once
-from paddle_shard.data.generators import generators_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.rows import LoaderRows
 from paddle_shard.loader.stats import LoaderStats
 from paddle_shard.placement.field import FieldLayout, describe_layouts
-from paddle_shard.placement.lengths import PadTo
 from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.ranks.rendezvous import hosts_of_ranks, num_ranks
 from paddle_shard.ranks.replicas import Replicas
-from paddle_shard.reading.reader import HowToRead
-from paddle_shard.reading.reading import Readers, Reading
-from paddle_shard.reading.sample_threads import Threads
+from paddle_shard.reading.reading import Reading
 from paddle_shard.reading.source import Source
 from paddle_shard.run.run import Run
 from paddle_shard.version import VERSION
 
 
+# Without slots, since a cached property is kept in `__dict__`.
 @dataclass(frozen=True, kw_only=True)
 class LoaderSetup:
     """The objects that all epoch iterators of a loader share."""
@@ -46,9 +44,6 @@ class LoaderSetup:
     config: Mapping[str, Any]
     """Settings that must be the same on all ranks."""
     verify: Literal["first"] | int | None
-    compared_ranks: Mapping[int, Any] | None
-    """Global rank -> its slice of the rows, for ranks that compare what they have read, if the data is split already;
-    else empty. None: they do not compare it."""
     replicas: Replicas
     """How reading is shared with other ranks."""
     timeout: float
@@ -61,51 +56,27 @@ class LoaderSetup:
         """True if there are no other ranks to agree with."""
         return len(self.ranks) == 1
 
+    @cached_property
+    def compared_ranks(self) -> Mapping[int, Any] | None:
+        """Global rank -> its slice of the rows, for ranks that compare what they have read; None: this rank does not.
+
+        It is empty if the data is not split already: then ranks are compared that have read the same samples.
+        """
+        if self.verify is None or self.is_alone:
+            return None
+        if not self.source.split:
+            return {}
+        row_layout = self.row_layout
+        return {
+            rank: row_layout.slice_of(rank)
+            for rank in row_layout.layout.process_ids
+        }
+
     @property
     def sliced_layout(self) -> FieldLayout | None:
         """Layout of the rows of which this rank delivers a slice; None: it reads only rows of its own."""
         is_own = self.source.split or self.source.stream is not None
         return None if is_own else self.row_layout
-
-
-def make_reading(
-    dataloader: paddle.io.DataLoader,
-    source: Source,
-    *,
-    seed: int,
-    skip_errors: bool,
-    data_rank: int | None,
-    pad_to: PadTo | None,
-    timeout: float,
-    readers: Threads | Readers | None,
-) -> Reading:
-    """Return how steps are read, here or in workers.
-
-    Args:
-        dataloader: Its data set, `collate_fn` and workers are used.
-        source: The order.
-        seed: Seed of the random numbers of samples.
-        skip_errors: True if a sample that cannot be read becomes an invalid row.
-        data_rank: The data rank whose random numbers differ from those of others; None: all draw alike.
-        pad_to: What rows are padded to.
-        timeout: Seconds for which another rank may be silent.
-        readers: Threads that read samples, or what takes the place of worker processes.
-    """
-    num_threads = 0
-    if isinstance(readers, Threads):
-        num_threads = readers.num
-        readers = None
-    how = HowToRead(
-        generators=generators_of(),
-        seed=seed,
-        skip_errors=skip_errors and not source.item_is_batch,
-        items_are_batches=source.item_is_batch,
-        of_rank=() if data_rank is None else (data_rank,),
-        num_threads=num_threads,
-    )
-    # A worker times out before a rank does, so that the other ranks receive the reason.
-    even = None if pad_to is None else pad_to.even
-    return Reading(dataloader, how, 0.9 * timeout, source.stream, even, readers)
 
 
 def config_of(
@@ -214,27 +185,3 @@ def replicas_of(
         and rows_of(rank) == rows_of(this_rank)
     ]
     return Replicas(ranks=tuple(sharing) if len(sharing) > 1 else ())
-
-
-def compared_ranks(
-    source: Source,
-    row_layout: FieldLayout,
-    ranks: Sequence[int],
-    verify: str | int | None,
-) -> Mapping[int, Any] | None:
-    """Return how the batches of the ranks are compared; see `LoaderSetup`.
-
-    Args:
-        source: What is read.
-        row_layout: Layout of the field whose rows this rank reads.
-        ranks: Global ranks that agree on the steps.
-        verify: See `shard_dataloader`.
-    """
-    if verify is None or len(ranks) == 1:
-        return None
-    if not source.split:
-        return {}
-    return {
-        rank: row_layout.slice_of(rank)
-        for rank in row_layout.layout.process_ids
-    }
