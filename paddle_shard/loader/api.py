@@ -18,8 +18,6 @@ from paddle_shard.data.generators import generators_of
 from paddle_shard.data.stream import Stream
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.arguments import (
-    ASSIGNS,
-    SIZES_BATCHES,
     check_arguments,
     is_already_split,
     reject,
@@ -78,8 +76,8 @@ _AUTO_DP = (
     "tail='drop'."
 )
 _NO_INDEX = (
-    "a stream has no index to be shuffled by. Permute it in windows: "
-    "paddle_shard.Stream.of(...).shuffle(window)."
+    "a stream's samples have no number, by which their order, batches or costs could be chosen. Permute a stream in "
+    "windows: paddle_shard.Stream.of(...).shuffle(window)."
 )
 
 
@@ -262,14 +260,13 @@ def shard_dataloader(  # noqa: PLR0913
     loader = as_dataloader(dataloader, readers)
     is_split = is_already_split(is_dataset_splitted, loader.dataset, shard_dims)
     if isinstance(loader.dataset, paddle.io.IterableDataset):
-        reject(_NO_INDEX, shuffle=shuffle or None)
         reject(
-            f"the loader has a stream, {SIZES_BATCHES}", batch_size=batch_size
+            _NO_INDEX,
+            shuffle=shuffle or None,
+            batch_size=batch_size,
+            skip_steps=skip_steps,
+            balance=balance,
         )
-        reject(
-            "a stream cannot skip steps without reading.", skip_steps=skip_steps
-        )
-        reject(f"a stream's samples have no number, {ASSIGNS}", balance=balance)
         source = read_stream(
             loader,
             placer,

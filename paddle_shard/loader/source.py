@@ -18,7 +18,7 @@ from paddle_shard.data.packed import Packed
 from paddle_shard.data.samplers import PlanBatches, UserBatches
 from paddle_shard.data.samplers.user_batches import owner_of, samplers
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
-from paddle_shard.loader.arguments import ASSIGNS, SIZES_BATCHES, reject
+from paddle_shard.loader.arguments import reject
 from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.plan.balance import balanced_rows
 from paddle_shard.plan.order import Ordering
@@ -78,10 +78,10 @@ def read_source(
 
     if sampler is None and not is_split:
         reject(
-            f"each item is a whole batch, {SIZES_BATCHES}",
+            "each item is a whole batch, with the rows that the data set gives it.",
             batch_size=batch_size,
+            balance=balance,
         )
-        reject(f"each item is a whole batch, {ASSIGNS}", balance=balance)
         ordering = _ordering(dataset, sampler, shuffle)
         batches = planned(
             dataset, shuffle=ordering, batch_size=1, num_data_ranks=1
@@ -90,7 +90,10 @@ def read_source(
 
     is_paddle_split = type(sampler) is paddle.io.DistributedBatchSampler
     if is_split and not is_paddle_split:
-        reject(f"the data is split already, {ASSIGNS}", balance=balance)
+        reject(
+            "the data is split already, and balance= assigns the rows of global batches to data ranks by cost.",
+            balance=balance,
+        )
     balance_rows: BalanceRows | None = None
     if balance is not None:
         balance_rows = partial(
@@ -201,7 +204,11 @@ def _reject_for_sampler(
             "Leave is_dataset_splitted at False: each item is a global batch, of which each rank takes its rows."
         )
     name = f"the loader has its own {type(sampler).__name__}"
-    reject(f"{name}, {SIZES_BATCHES}", batch_size=batch_size)
+    reject(
+        f"{name}, which decides the size of its batches. A schedule of sizes is for a DataLoader "
+        "of data with an index, without a sampler of its own.",
+        batch_size=batch_size,
+    )
     reject(f"{name}, which decides the order.", shuffle=shuffle)
     if tail in ("pad", "fill") and getattr(sampler, "drop_last", False):
         raise ArgumentError(
