@@ -42,9 +42,7 @@ def make_member(rank, hub=None):
 def make_config():
     from paddle_shard.ranks.reports import AgreementConfig
 
-    return AgreementConfig(
-        label={}, timeout=60.0, ends_must_agree=False, same_data=False
-    )
+    return AgreementConfig(label={}, timeout=60.0, same_data=False)
 
 
 def make_note(index, step):

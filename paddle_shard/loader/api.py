@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.core.checks import argument_hint
 from paddle_shard.core.trees import leaves
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.external import ExternalLoader
+from paddle_shard.data.generators import generators_of
 from paddle_shard.data.stream import Stream
-from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.arguments import (
-    ASSIGNS,
-    SIZES_BATCHES,
     check_arguments,
     is_already_split,
     reject,
@@ -35,12 +31,9 @@ from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.loader.rows import LoaderRows
 from paddle_shard.loader.setup import (
     LoaderSetup,
-    compared_ranks,
     config_of,
-    make_reading,
     ranks_of,
     replicas_of,
-    warn_if_unsplit,
 )
 from paddle_shard.loader.source import read_source
 from paddle_shard.loader.stats import LoaderStats
@@ -50,15 +43,14 @@ from paddle_shard.placement.lengths import PadTo
 from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.skips import union
-from paddle_shard.ranks.agreeing import connect, report_failure
-from paddle_shard.reading.reading import Readers
+from paddle_shard.ranks.agreeing import connect, fails_on_all_ranks
+from paddle_shard.reading.reader import HowToRead
+from paddle_shard.reading.reading import Readers, Reading
 from paddle_shard.reading.sample_threads import Threads
 from paddle_shard.run.record_facts import record_facts
 from paddle_shard.run.recorder import Recorder
 from paddle_shard.run.run import Run
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Placement: TypeAlias = "Mapping[str | int | tuple[str, ...], int | Balanced | None] | Literal['as read', 'row index']"
 """Of a field: the tensor dim that each axis splits, or a word."""
 
@@ -74,6 +66,7 @@ _COMPARED = (
     "replicas",
     "dense_tensor_idx",
     "local",
+    "pad_to",
 )
 """Arguments that must be the same on all ranks, as they are. For others, ranks compare what is made of them;
 `prefetch`, `on_lost` and `record` may differ."""
@@ -83,44 +76,24 @@ _AUTO_DP = (
     "tail='drop'."
 )
 _NO_INDEX = (
-    "a stream has no index to be shuffled by. Permute it in windows: "
-    "paddle_shard.Stream.of(...).shuffle(window)."
+    "a stream's samples have no number, by which their order, batches or costs could be chosen. Permute a stream in "
+    "windows: paddle_shard.Stream.of(...).shuffle(window)."
 )
 
 
-def _reports_failure(function: Callable[P, R]) -> Callable[P, R]:
-    """Report an error of a function to the other ranks of its meshes, also one about an unknown argument."""
-    parameters = inspect.signature(function).parameters
-    of_dataloader = inspect.signature(paddle.io.DataLoader).parameters
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            for name in kwargs:
-                if name not in parameters:
-                    fix = argument_hint(name, parameters)
-                    if name in of_dataloader:
-                        fix = " Pass it to paddle.io.DataLoader."
-                    raise ArgumentTypeError(
-                        f"{function.__name__} has no argument {name}=.{fix}"
-                    )
-            return function(*args, **kwargs)
-        except Exception as error:
-            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-            ranks = {
-                rank
-                for mesh in leaves(given.get("meshes"))
-                for rank in getattr(mesh, "process_ids", ())
-            }
-            report_failure(
-                "its loader was not made", error, tuple(sorted(ranks))
-            )
-            raise
-
-    return checked
+def _ranks_of(
+    _dataloader: Any = None, meshes: Any = None, *_: Any, **__: Any
+) -> list[tuple[int, ...]]:
+    """Return the global ranks of all meshes."""
+    ranks = {
+        rank
+        for mesh in leaves(meshes)
+        for rank in getattr(mesh, "process_ids", ())
+    }
+    return [tuple(sorted(ranks))]
 
 
-@_reports_failure
+@fails_on_all_ranks(_ranks_of)
 def shard_dataloader(  # noqa: PLR0913
     dataloader: paddle.io.DataLoader
     | Stream
@@ -243,7 +216,7 @@ def shard_dataloader(  # noqa: PLR0913
 
     Raises:
         ArgumentError: An argument cannot be honoured; raised on every rank, before any batch.
-        ArgumentTypeError: There is no such argument, or its type is not supported.
+        ArgumentTypeError: The type of an argument is not supported.
 
     Examples:
         >>> loader = shard_dataloader(DataLoader(data, batch_size=64), mesh, shard_dims="dp")  # doctest: +SKIP
@@ -282,30 +255,25 @@ def shard_dataloader(  # noqa: PLR0913
             "how long the rows are. Make this loader on the ranks of the meshes only."
         )
     row_layout = placer.row_layout
-    if shard_dims is None:
-        warn_if_unsplit(row_layout)
 
     # The order of the data.
     loader = as_dataloader(dataloader, readers)
     is_split = is_already_split(is_dataset_splitted, loader.dataset, shard_dims)
     if isinstance(loader.dataset, paddle.io.IterableDataset):
-        reject(_NO_INDEX, shuffle=shuffle or None)
         reject(
-            f"the loader has a stream, {SIZES_BATCHES}", batch_size=batch_size
+            _NO_INDEX,
+            shuffle=shuffle or None,
+            batch_size=batch_size,
+            skip_steps=skip_steps,
+            balance=balance,
         )
-        reject(
-            "a stream cannot skip steps without reading.", skip_steps=skip_steps
-        )
-        reject(f"a stream's samples have no number, {ASSIGNS}", balance=balance)
         source = read_stream(
             loader,
-            placer.layouts,
-            row_layout,
+            placer,
             is_split=is_split,
             seed=seed,
             tail=tail,
             num_batches=num_batches,
-            has_local_items=any(dense_tensor_idx or ()),
         )
     else:
         reject(
@@ -314,7 +282,7 @@ def shard_dataloader(  # noqa: PLR0913
         )
         source = read_source(
             loader,
-            placer.layouts,
+            placer,
             is_split=is_split,
             shuffle=shuffle,
             seed=seed,
@@ -324,18 +292,24 @@ def shard_dataloader(  # noqa: PLR0913
         )
 
     # How it is read, and the position of the run.
-    reading = make_reading(
-        loader,
-        source,
+    # A sampler that knows its rank may repeat a row on another one, to augment it twice.
+    draws_for_rank = source.split and row_layout.on_mesh and not is_split
+    how = HowToRead(
+        generators=generators_of(),
         seed=seed,
-        skip_errors=on_error == "skip",
-        # A sampler that knows its rank may repeat a row on another one, to augment it twice.
-        data_rank=row_layout.data_rank
-        if source.split and row_layout.on_mesh and not is_split
-        else None,
-        pad_to=placer.pad_to,
-        timeout=timeout,
-        readers=readers,
+        skip_errors=on_error == "skip" and not source.item_is_batch,
+        items_are_batches=source.item_is_batch,
+        of_rank=(row_layout.data_rank,) if draws_for_rank else (),
+        num_threads=readers.num if isinstance(readers, Threads) else 0,
+    )
+    reading = Reading(
+        loader,
+        how,
+        # A worker times out before a rank does, so that the other ranks receive the reason.
+        worker_timeout=0.9 * timeout,
+        stream=source.stream,
+        even=None if placer.pad_to is None else placer.pad_to.even,
+        readers=None if isinstance(readers, Threads) else readers,
     )
     skips = union((int(first), int(end)) for first, end in skip_steps or ())
     run = Run(source, row_layout, mesh_ranks, timeout, skips)
@@ -343,8 +317,7 @@ def shard_dataloader(  # noqa: PLR0913
         facts = record_facts(
             source,
             run,
-            placer.layouts,
-            row_layout,
+            placer,
             dataset=loader.dataset,
             skip_steps=skips,
             arguments=arguments,
@@ -358,7 +331,7 @@ def shard_dataloader(  # noqa: PLR0913
         source=source,
         placer=placer,
         row_layout=row_layout,
-        rows=LoaderRows(source, placer.layouts, row_layout),
+        rows=LoaderRows(source, placer),
         reading=reading,
         run=run,
         stats=LoaderStats(rank),
@@ -370,7 +343,6 @@ def shard_dataloader(  # noqa: PLR0913
             {name: arguments[name] for name in _COMPARED},
         ),
         verify=verify,
-        compared_ranks=compared_ranks(source, row_layout, ranks, verify),
         replicas=sharing,
         timeout=timeout,
         exit_when_lost=on_lost == "exit",

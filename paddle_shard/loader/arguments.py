@@ -9,15 +9,6 @@ from typing import Any
 from paddle_shard.errors import ArgumentError
 from paddle_shard.reading.sample_threads import Threads
 
-# Why some data cannot have an option; the sentence begins with what the data is.
-ASSIGNS = (
-    "and balance= assigns the rows of global batches to data ranks by cost."
-)
-SIZES_BATCHES = (
-    "which decides the size of its batches. A schedule of sizes is for a DataLoader "
-    "of data with an index, without a sampler of its own."
-)
-
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -13,20 +13,14 @@ from paddle_shard.core.trees import leaves
 from paddle_shard.errors import ArgumentError
 
 try:  # Paddle >= 3.1
-    from paddle.distributed.auto_parallel.auto_dp_utils import in_auto_dp_mode
+    from paddle.distributed.auto_parallel.auto_dp_utils import (
+        in_auto_dp_mode as in_auto_dp_mode,
+    )
 except ImportError:
 
     def in_auto_dp_mode() -> bool:
         """Return whether data is split behind the user's back; Paddle 3.0 has no such mode."""
         return False
-
-
-__all__ = [
-    "asked_by_to_static",
-    "auto_dp_axis",
-    "in_auto_dp_mode",
-    "mend_process_mesh",
-]
 
 
 def auto_dp_axis(meshes: Any) -> str | int:

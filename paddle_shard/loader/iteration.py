@@ -20,10 +20,9 @@ from paddle_shard.errors import (
     ArgumentError,
     BatchStructureError,
     PaddleShardError,
-    UnequalEndsError,
     described,
 )
-from paddle_shard.loader.begin import begin, unequal_ends
+from paddle_shard.loader.begin import begin
 from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.loader.step_pass import StepPass, past_end_error
 from paddle_shard.placement.device import DeviceWatch
@@ -48,17 +47,15 @@ class ShardIterator:
     """
 
     def __init__(
-        self, setup: LoaderSetup, loader: str, peeked: StepPass | None = None
+        self, setup: LoaderSetup, peeked: StepPass | None = None
     ) -> None:
         """Begin to read.
 
         Args:
             setup: Setup of the loader.
-            loader: Its `repr`.
             peeked: The steps from the present position, if their first batch was looked at.
         """
         self._setup = setup
-        self._loader = loader
         self.start = setup.run.start()
         self.epoch = self.start.epoch
         self._current: Batch | None = None
@@ -83,7 +80,7 @@ class ShardIterator:
 
     def __repr__(self) -> str:
         state = "closed" if self._progress.closed else "open"
-        return f"{type(self).__name__}(epoch {self.epoch}, step {self.step}, {state}, of {self._loader})"
+        return f"{type(self).__name__}(epoch {self.epoch}, step {self.step}, {state})"
 
     def __iter__(self) -> ShardIterator:
         return self
@@ -168,8 +165,6 @@ class ShardIterator:
             return
         self._failure = described(error).partition("\n")[0][:_MOST_TEXT]
         run.failed(self._progress, error)
-        if isinstance(error, UnequalEndsError):
-            raise unequal_ends(self._setup, error) from None
         if isinstance(error, BatchStructureError):
             raise BatchStructureError(
                 f"epoch {self.epoch}, step {self.step}: {error}"
@@ -234,7 +229,7 @@ def _warn_if_uneven(setup: LoaderSetup) -> None:
 
 def check_batches_alike(source: Source, plan: ShardPlan | None) -> None:
     """Reject a last batch of another size, on which a static program fails."""
-    if source.batch_size is None or source.split or plan is None:
+    if source.split or plan is None:
         return
     rows = plan.num_rows(step=plan.num_steps - 1)
     if rows != plan.batch_size:

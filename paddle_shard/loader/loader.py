@@ -120,7 +120,7 @@ class ShardDataloader(PaddleShardDataloader):
 
     @fails_on_all_ranks(_ranks_of, "iter(loader)")
     def __iter__(self) -> ShardIterator:
-        iterator = ShardIterator(self._setup, repr(self), self._take_peeked())
+        iterator = ShardIterator(self._setup, self._take_peeked())
         if self._wrap is None:
             return iterator
         wrapped: ShardIterator = self._wrap(iterator)

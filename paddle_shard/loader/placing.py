@@ -29,7 +29,7 @@ from paddle_shard.reading.tensors import as_array, becomes_tensor
 class Placing:
     """Places the batches of one epoch iterator.
 
-    With `pad_to`, tensors stay `Unplaced` until the lengths of all ranks are known.
+    With `pad_to`, its leaves stay local until the lengths of all ranks are known.
     """
 
     def __init__(self, setup: LoaderSetup, start: LoaderState) -> None:
@@ -43,6 +43,7 @@ class Placing:
         self._start = start
         self._maker = TensorMaker(setup.dataloader.places[0])
         self._sliced_layout = setup.sliced_layout
+        self._is_alone = setup.is_alone
 
     def __call__(self, batch: Batch) -> Batch:
         """Place a batch, or leave the rest to `batch.finish` if only the training thread may do it.
@@ -56,11 +57,11 @@ class Placing:
         try:
             with no_fork:
                 recipe, parts = setup.placer.recipe(
-                    batch.value,
-                    lambda value: setup.rows.of(step, value, setup.placer),
-                    (step.num_rows, step.micro_size),
+                    batch.value, step, setup.rows.of
                 )
-                finish = recipe.begin(parts, batch.owned, self._maker)
+                finish = recipe.begin(
+                    parts, batch.owned, self._maker, is_alone=self._is_alone
+                )
                 if recipe.is_host and self._maker.is_on_cpu:
                     batch.value = finish()
                 else:

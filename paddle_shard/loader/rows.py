@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +10,6 @@ import paddle.io
 
 from paddle_shard.core.trees import leaves
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.placement.field import FieldLayout
 from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.placement.rows import BatchRows
 from paddle_shard.plan.partition import Rows, nearest_multiples
@@ -24,22 +21,17 @@ from paddle_shard.reading.tensors import becomes_tensor
 class LoaderRows:
     """The rows of batches of any size, for one loader."""
 
-    def __init__(
-        self,
-        source: Source,
-        layouts: Sequence[FieldLayout],
-        row_layout: FieldLayout,
-    ) -> None:
+    def __init__(self, source: Source, placer: BatchPlacer) -> None:
         """Initialize.
 
         Args:
             source: The order of the loader.
-            layouts: Layouts of all fields.
-            row_layout: Layout of the field whose rows this rank reads.
+            placer: Knows the layouts of all fields.
         """
         self._source = source
-        self._layouts = layouts
-        self._own = row_layout
+        self._layouts = placer.layouts
+        self._own = placer.row_layout
+        self._unit = placer.num_data_ranks * source.accumulation
         self._of_samples = lru_cache(maxsize=64)(self._compute)
 
     def to_read(self, num_rows: int, micro_size: int) -> Rows | range:
@@ -100,11 +92,7 @@ class LoaderRows:
                 "is a sample, let a DataLoader make batches: paddle.io.DataLoader(what is given, batch_size=rows of "
                 "all ranks)."
             )
-        accumulation = self._source.accumulation
-        unit = (
-            math.lcm(*(layout.num_data_ranks for layout in self._layouts))
-            * accumulation
-        )
+        unit = self._unit
         if num_rows is None:
             num_rows = unit
         if num_rows % unit:
@@ -113,7 +101,7 @@ class LoaderRows:
                 f"an item of the data set is a global batch of {num_rows} rows, which cannot be split evenly by "
                 f"{unit}. Nearest sizes that can: {sizes}."
             )
-        micro_size = num_rows // accumulation
+        micro_size = num_rows // self._source.accumulation
         return BatchRows(
             num_rows, micro_size, self._layouts, read=np.arange(num_rows)
         )

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.core.warn_once import caller_level, warn_once
-from paddle_shard.data.generators import generators_of
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.rows import LoaderRows
 from paddle_shard.loader.stats import LoaderStats
 from paddle_shard.placement.field import FieldLayout, describe_layouts
-from paddle_shard.placement.lengths import PadTo
 from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.ranks.rendezvous import hosts_of_ranks, num_ranks
 from paddle_shard.ranks.replicas import Replicas
-from paddle_shard.reading.reader import HowToRead
-from paddle_shard.reading.reading import Readers, Reading
-from paddle_shard.reading.sample_threads import Threads
+from paddle_shard.reading.reading import Reading
 from paddle_shard.reading.source import Source
 from paddle_shard.run.run import Run
 from paddle_shard.version import VERSION
 
-_LOG = logging.getLogger("paddle_shard")
 
-
+# Without slots, since a cached property is kept in `__dict__`.
 @dataclass(frozen=True, kw_only=True)
 class LoaderSetup:
     """The objects that all epoch iterators of a loader share."""
@@ -49,9 +44,6 @@ class LoaderSetup:
     config: Mapping[str, Any]
     """Settings that must be the same on all ranks."""
     verify: Literal["first"] | int | None
-    compared_ranks: Mapping[int, int] | None
-    """Global rank -> data rank, for ranks that compare what they have read, if the data is split already; else
-    empty. None: they do not compare it."""
     replicas: Replicas
     """How reading is shared with other ranks."""
     timeout: float
@@ -64,51 +56,27 @@ class LoaderSetup:
         """True if there are no other ranks to agree with."""
         return len(self.ranks) == 1
 
+    @cached_property
+    def compared_ranks(self) -> Mapping[int, Any] | None:
+        """Global rank -> its slice of the rows, for ranks that compare what they have read; None: this rank does not.
+
+        It is empty if the data is not split already: then ranks are compared that have read the same samples.
+        """
+        if self.verify is None or self.is_alone:
+            return None
+        if not self.source.split:
+            return {}
+        row_layout = self.row_layout
+        return {
+            rank: row_layout.slice_of(rank)
+            for rank in row_layout.layout.process_ids
+        }
+
     @property
     def sliced_layout(self) -> FieldLayout | None:
         """Layout of the rows of which this rank delivers a slice; None: it reads only rows of its own."""
         is_own = self.source.split or self.source.stream is not None
         return None if is_own else self.row_layout
-
-
-def make_reading(
-    dataloader: paddle.io.DataLoader,
-    source: Source,
-    *,
-    seed: int,
-    skip_errors: bool,
-    data_rank: int | None,
-    pad_to: PadTo | None,
-    timeout: float,
-    readers: Threads | Readers | None,
-) -> Reading:
-    """Return how steps are read, here or in workers.
-
-    Args:
-        dataloader: Its data set, `collate_fn` and workers are used.
-        source: The order.
-        seed: Seed of the random numbers of samples.
-        skip_errors: True if a sample that cannot be read becomes an invalid row.
-        data_rank: The data rank whose random numbers differ from those of others; None: all draw alike.
-        pad_to: What rows are padded to.
-        timeout: Seconds for which another rank may be silent.
-        readers: Threads that read samples, or what takes the place of worker processes.
-    """
-    num_threads = 0
-    if isinstance(readers, Threads):
-        num_threads = readers.num
-        readers = None
-    how = HowToRead(
-        generators=generators_of(),
-        seed=seed,
-        skip_errors=skip_errors and not source.item_is_batch,
-        items_are_batches=source.item_is_batch,
-        of_rank=() if data_rank is None else (data_rank,),
-        num_threads=num_threads,
-    )
-    # A worker times out before a rank does, so that the other ranks receive the reason.
-    even = None if pad_to is None else pad_to.even
-    return Reading(dataloader, how, 0.9 * timeout, source.stream, even, readers)
 
 
 def config_of(
@@ -132,8 +100,6 @@ def config_of(
         "is_dataset_splitted": source.split,
         **arguments,
     }
-    if placer.pad_to is not None:
-        config["pad_to"] = placer.pad_to.fact()
     # else each data rank has an order and files of its own
     if not source.split:
         config |= source.batches.fingerprint()
@@ -169,30 +135,14 @@ def ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
         )
     num_data_ranks = max(layout.num_data_ranks for layout in layouts)
     if num_data_ranks > 1 and dist.get_world_size() == 1:
-        _LOG.warning(
+        warn_once(
             "the mesh has %d ranks, but this is the only process of its job, and reads at most 1/%d of the rows. "
             "Fine for a look at a program; to train, start all ranks: %s",
             len(ranks),
             num_data_ranks,
             start,
-            stacklevel=caller_level(),
         )
     return (this_rank,)
-
-
-def warn_if_unsplit(layout: FieldLayout) -> None:
-    """Log that the ranks of a data axis get the same rows, which is seldom meant."""
-    if (
-        layout.num_data_ranks > 1
-        or layout.global_rank != layout.layout.process_ids[0]
-    ):
-        return
-    for axis, size in layout.layout.sizes.items():
-        if axis in ("dp", "data") and size > 1:
-            warn_once(
-                f"shard_dims is None: all ranks of the mesh's axis {axis!r} get the same rows, the whole of each "
-                f"batch. shard_dims={axis!r} gives each of them rows of its own."
-            )
 
 
 def replicas_of(
@@ -235,30 +185,3 @@ def replicas_of(
         and rows_of(rank) == rows_of(this_rank)
     ]
     return Replicas(ranks=tuple(sharing) if len(sharing) > 1 else ())
-
-
-def compared_ranks(
-    source: Source,
-    row_layout: FieldLayout,
-    ranks: Sequence[int],
-    verify: str | int | None,
-) -> Mapping[int, int] | None:
-    """Return how the batches of the ranks are compared; see `LoaderSetup`.
-
-    Args:
-        source: What is read.
-        row_layout: Layout of the field whose rows this rank reads.
-        ranks: Global ranks that agree on the steps.
-        verify: See `shard_dataloader`.
-    """
-    if verify is None or len(ranks) == 1:
-        return None
-    if not source.split:
-        return {}
-    if not row_layout.on_mesh:
-        return None
-    layout = row_layout.layout
-    return {
-        rank: layout.data_rank(rank, row_layout.data_axes)
-        for rank in layout.process_ids
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -23,8 +22,8 @@ from paddle_shard.data.samplers.user_batches import (
     samplers,
 )
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
-from paddle_shard.loader.arguments import ASSIGNS, SIZES_BATCHES, reject
-from paddle_shard.placement.field import FieldLayout
+from paddle_shard.loader.arguments import reject
+from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.plan.balance import balanced_rows
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import (
@@ -44,7 +43,7 @@ from paddle_shard.reading.source import Source
 
 def read_source(
     dataloader: paddle.io.DataLoader,
-    layouts: Sequence[FieldLayout],
+    placer: BatchPlacer,
     *,
     is_split: bool,
     shuffle: Shuffle | None,
@@ -57,7 +56,7 @@ def read_source(
 
     Args:
         dataloader: The user's DataLoader.
-        layouts: Layouts of all fields.
+        placer: Knows the layouts of all fields.
         is_split: True if the user says that the loader of each data rank has rows of its own.
         shuffle: See `shard_dataloader`, as for the arguments below.
         seed: Seed of the order.
@@ -71,7 +70,7 @@ def read_source(
     """
     dataset = dataloader.dataset
     sampler = dataloader.batch_sampler
-    num_data_ranks = math.lcm(*(layout.num_data_ranks for layout in layouts))
+    num_data_ranks = placer.num_data_ranks
     policy = find_tail(
         tail, drop_last=bool(getattr(sampler, "drop_last", False))
     )
@@ -83,10 +82,10 @@ def read_source(
 
     if sampler is None and not is_split:
         reject(
-            f"each item is a whole batch, {SIZES_BATCHES}",
+            "each item is a whole batch, with the rows that the data set gives it.",
             batch_size=batch_size,
+            balance=balance,
         )
-        reject(f"each item is a whole batch, {ASSIGNS}", balance=balance)
         ordering = _ordering(dataset, sampler, shuffle)
         batches = planned(
             dataset, shuffle=ordering, batch_size=1, num_data_ranks=1
@@ -95,14 +94,17 @@ def read_source(
 
     is_paddle_split = type(sampler) is paddle.io.DistributedBatchSampler
     if is_split and not is_paddle_split:
-        reject(f"the data is split already, {ASSIGNS}", balance=balance)
-    costs = None if balance is None else costs_of(balance, dataset)
-    balance_rows: BalanceRows | None = (
-        partial(balanced_rows, num_data_ranks=num_data_ranks, costs_of=costs)
-        if costs
-        else None
-    )
-    source = partial(source, costs=costs)
+        reject(
+            "the data is split already, and balance= assigns the rows of global batches to data ranks by cost.",
+            balance=balance,
+        )
+    balance_rows: BalanceRows | None = None
+    if balance is not None:
+        balance_rows = partial(
+            balanced_rows,
+            num_data_ranks=num_data_ranks,
+            costs_of=costs_of(balance, dataset),
+        )
 
     # An order of this library's: that of a plain DataLoader, or of Paddle's distributed sampler.
     if not is_split and is_plain(sampler):
@@ -112,14 +114,12 @@ def read_source(
     else:
         _reject_for_sampler(sampler, tail, batch_size, shuffle)
         if is_split:
-            num_data_ranks = _check_split(sampler, layouts)
+            _check_split(sampler, placer)
+            num_data_ranks = placer.row_layout.num_data_ranks
         else:
             _check_unsplit(sampler)
         source = partial(source, custom_sampler=sampler)
         if not is_paddle_split:
-            data_ranks = [
-                layout.data_rank for layout in layouts if layout.on_mesh
-            ]
             user_batches = _user_batches(
                 dataset,
                 sampler,
@@ -128,8 +128,8 @@ def read_source(
                 num_data_ranks=1 if is_split else num_data_ranks,
                 accumulation=accumulation,
                 balance_rows=balance_rows,
-                own_data_rank=data_ranks[0]
-                if is_split and data_ranks
+                own_data_rank=placer.row_layout.data_rank
+                if is_split and placer.row_layout.on_mesh
                 else None,
             )
             return source(
@@ -208,7 +208,11 @@ def _reject_for_sampler(
             "Leave is_dataset_splitted at False: each item is a global batch, of which each rank takes its rows."
         )
     name = f"the loader has its own {type(sampler).__name__}"
-    reject(f"{name}, {SIZES_BATCHES}", batch_size=batch_size)
+    reject(
+        f"{name}, which decides the size of its batches. A schedule of sizes is for a DataLoader "
+        "of data with an index, without a sampler of its own.",
+        batch_size=batch_size,
+    )
     reject(f"{name}, which decides the order.", shuffle=shuffle)
     if tail in ("pad", "fill") and getattr(sampler, "drop_last", False):
         raise ArgumentError(
@@ -233,29 +237,28 @@ def _check_unsplit(batch_sampler: Any) -> None:
             )
 
 
-def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> int:
-    """Check that a loader which is split already was split for these meshes; return the data ranks."""
-    local = [layout for layout in layouts if layout.on_mesh]
-    sizes = {layout.num_data_ranks for layout in local or layouts[:1]}
-    data_ranks = {layout.data_rank for layout in local}
-    if len(sizes) > 1 or len(data_ranks) > 1:
+def _check_split(sampler: Any, placer: BatchPlacer) -> None:
+    """Check that a loader which is split already was split for these meshes."""
+    row_layout = placer.row_layout
+    rank = row_layout.global_rank
+    slices = {layout.slice_of(rank) for layout in placer.layouts} - {None}
+    if len(slices) > 1:
         raise SplitError(
             "the data is split already, and a rank reads one part of it only, but shard_dims gives global rank "
-            f"{layouts[0].global_rank} the data ranks {sorted(data_ranks)} of {sorted(sizes)} for different fields. "
+            f"{rank} different (data rank, number of data ranks) for different fields: {slices}. "
             "Give all fields the same axes, and order the meshes alike."
         )
-    num_data_ranks = sizes.pop()
+    num_data_ranks = row_layout.num_data_ranks
+    data_rank = row_layout.data_rank if row_layout.on_mesh else None
     num_parts = getattr(sampler, "nranks", num_data_ranks)
-    data_rank = data_ranks.pop() if data_ranks else None
     part = getattr(sampler, "local_rank", data_rank)
-    if num_parts != num_data_ranks or (local and part != data_rank):
+    if num_parts != num_data_ranks or (slices and part != data_rank):
         raise SplitError(
             f"the loader's {type(sampler).__name__} reads part local_rank={part} of nranks={num_parts}, but shard_dims "
-            f"gives global rank {layouts[0].global_rank} data rank {data_rank} of {num_data_ranks}. Use num_replicas="
+            f"gives global rank {rank} data rank {data_rank} of {num_data_ranks}. Use num_replicas="
             f"{num_data_ranks} and rank={data_rank}, not the world size and the global rank; or give a plain "
             "BatchSampler and let this loader split."
         )
-    return num_data_ranks
 
 
 def _plan_batches(

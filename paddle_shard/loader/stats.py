@@ -42,16 +42,6 @@ class Counts:
         }
         return Counts(**sums)
 
-    def __str__(self) -> str:
-        text = (
-            f"{self.batches} batches, {self.samples} samples ({self.skipped} skipped, {self.padding} rows of padding), "
-            f"{self.wait_seconds:.2f} s waiting for data, {self.hidden_seconds:.2f} s of it hidden by the device, "
-            f"{self.step_seconds:.2f} s in the step ({self.starved:.0%} starved)"
-        )
-        if self.imbalance is None:
-            return text
-        return f"{text}, imbalance {self.imbalance:.3f}"
-
     def add(self, batch: Batch) -> None:
         """Count a delivered batch."""
         self.batches += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,13 @@ import numpy as np
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.loader import stopping
 from paddle_shard.loader.setup import LoaderSetup
-from paddle_shard.placement.lengths import PadTo, Row, finished
+from paddle_shard.placement.lengths import PadTo, Row
 from paddle_shard.ranks.batch_check import compare_batches
 from paddle_shard.ranks.reports import differences
 from paddle_shard.reading.batch import Batch
 
-_EXCHANGE_SECONDS = 1.0
-"""Seconds between two exchanges of what the ranks have waited for, with at most `_MANY_RANKS`; more with more ranks."""
+_SUMMARY_SECONDS = 1.0
+"""Seconds after which a rank sends again what it has waited for, with at most `_MANY_RANKS`; more with more ranks."""
 _MANY_RANKS = 64
 
 
@@ -34,14 +35,14 @@ class StepMessages:
       invalid.
     - "read": a summary of the batch, if the ranks compare this step's.
     - "stop": that the rank was asked to stop (`stopping`).
-    - "ask": the first rank asks all ranks for "time": what they have waited for (`LoaderStats.summary`).
+    - "time": what the rank has waited for (`LoaderStats.summary`), from time to time.
     """
 
     def __init__(self, setup: LoaderSetup) -> None:
         """Initialize.
 
         Args:
-            setup: Setup of the loader. With `pad_to`, the batches are not placed yet.
+            setup: Setup of the loader. With `pad_to`, the batches are local leaves.
         """
         self._setup = setup
         self._pad_to = setup.placer.pad_to
@@ -51,9 +52,7 @@ class StepMessages:
         self._sent_form: Any = None
         self._forms: dict[int, Any] = {}
         self._sent_stop = False
-        self._is_first_rank = setup.row_layout.global_rank == min(setup.ranks)
-        self._is_asked_for_time = False
-        self._exchange_at = time.perf_counter() + _EXCHANGE_SECONDS
+        self._send_time_at = time.perf_counter() + _SUMMARY_SECONDS
 
     def compose(self, batch: Batch) -> str | None:
         """Return the message to send with a batch; None if there is nothing to send."""
@@ -61,14 +60,12 @@ class StepMessages:
         if not self._sent_stop and stopping.has_news(self._setup.ranks):
             self._sent_stop = True
             message["stop"] = True
-        if self._is_asked_for_time:
-            self._is_asked_for_time = False
-            message["time"] = self._setup.stats.summary()
-        elif self._is_first_rank and time.perf_counter() > self._exchange_at:
+        now = time.perf_counter()
+        if now > self._send_time_at:
             num_ranks = len(self._setup.ranks)
-            seconds = _EXCHANGE_SECONDS * max(1.0, num_ranks / _MANY_RANKS)
-            self._exchange_at = time.perf_counter() + seconds
-            message["ask"] = True
+            seconds = _SUMMARY_SECONDS * max(1.0, num_ranks / _MANY_RANKS)
+            self._send_time_at = now + seconds
+            message["time"] = self._setup.stats.summary()
         recipe = batch.placed
         if recipe is not None:
             if recipe is not self._sent_recipe:
@@ -85,8 +82,9 @@ class StepMessages:
 
     def finish_alone(self, batch: Batch) -> Any:
         """Return what would be delivered if there were no other ranks."""
-        if batch.placed is not None and self._pad_to is not None:
-            batch.value = finished(batch.value, {0: batch.placed.row_shapes})
+        recipe = batch.placed
+        if recipe.pads and not self._setup.is_alone:
+            return recipe.placed(list(batch.value), [recipe.row_shapes])
         return batch.value
 
     def apply(self, batch: Batch, received: Sequence[tuple[int, str]]) -> Batch:
@@ -102,35 +100,27 @@ class StepMessages:
         """
         if not received and self._pad_to is None:  # most steps
             return batch
-        by_kind: dict[str, dict[int, Any]] = {}
-        parsed = {
-            text: json.loads(text) for text in {text for _, text in received}
-        }
-        for rank, text in received:
-            for kind, value in parsed[text].items():
-                by_kind.setdefault(kind, {})[rank] = value
-        for kind, handler in _HANDLERS.items():
-            if kind in by_kind:
-                handler(self, batch, by_kind[kind])
-        if self._pad_to is not None and batch.placed is not None:
-            row_shapes = {
-                rank: shapes for rank, (_, shapes) in self._forms.items()
-            }
-            batch.value = finished(batch.value, row_shapes)
+        setup = self._setup
+        by_kind = _parsed(received)
+        if by_kind["stop"]:
+            stopping.agree(setup.ranks)
+        setup.stats.of_ranks |= by_kind["time"]
+        if by_kind["skipped"] and batch.placed is not None:
+            self._mark_skipped(batch, by_kind["skipped"])
+        if by_kind["read"] and setup.compared_ranks is not None:
+            compare_batches(by_kind["read"], setup.compared_ranks)
+        if by_kind["form"]:
+            self._forms |= by_kind["form"]
+            _check_forms(self._forms, self._pad_to)
+        if batch.placed is not None and batch.placed.pads:
+            row_shapes = [shapes for _, shapes in self._forms.values()]
+            batch.value = batch.placed.placed(batch.value, row_shapes)
         return batch
 
-    def _on_stop(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        stopping.agree(self._setup.ranks)
-
-    def _on_ask(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        self._is_asked_for_time = True
-
-    def _on_time(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        self._setup.stats.of_ranks |= of_ranks
-
-    def _on_skipped(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        if batch.placed is None:
-            return
+    def _mark_skipped(
+        self, batch: Batch, of_ranks: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Mark the rows that other ranks could not read."""
         rows = [row for rows in of_ranks.values() for row in rows]
         skipped = np.isin(batch.placed.rows.read, rows)
         batch.is_skipped = (
@@ -138,24 +128,17 @@ class StepMessages:
         )
         batch.count(self._setup.sliced_layout)
 
-    def _on_read(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        if self._setup.compared_ranks is not None:
-            compare_batches(of_ranks, self._setup.compared_ranks)
 
-    def _on_form(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        self._forms |= of_ranks
-        _check_forms(self._forms, self._pad_to)
-
-
-# Bound methods, as an attribute, would refer to the object that has them.
-_HANDLERS = {
-    "stop": StepMessages._on_stop,
-    "ask": StepMessages._on_ask,
-    "time": StepMessages._on_time,
-    "skipped": StepMessages._on_skipped,
-    "read": StepMessages._on_read,
-    "form": StepMessages._on_form,
-}
+def _parsed(
+    received: Sequence[tuple[int, str]],
+) -> defaultdict[str, dict[int, Any]]:
+    """Return the entries of messages by their kind and global rank."""
+    by_kind: defaultdict[str, dict[int, Any]] = defaultdict(dict)
+    parsed = {text: json.loads(text) for text in {text for _, text in received}}
+    for rank, text in received:
+        for kind, value in parsed[text].items():
+            by_kind[kind][rank] = value
+    return by_kind
 
 
 def _check_forms(
@@ -168,15 +151,12 @@ def _check_forms(
         forms: Global rank -> (number of rows, `BatchRecipe.row_shapes`).
         pad_to: What rows are padded to.
     """
-    paths = {path for _, shapes in forms.values() for path in shapes}
-    padded_paths = {
-        path for path in paths if pad_to is not None and pad_to.pad_of(path)
-    }
     texts = {}
     for rank, (num_rows, shapes) in sorted(forms.items()):
         texts[rank] = {"number of rows": str(num_rows)}
         for path, (kind, *row) in shapes.items():
-            shape = f" of {len(row)} dims" if path in padded_paths else row
+            is_padded = pad_to is not None and pad_to.pad_of(path)
+            shape = f" of {len(row)} dims" if is_padded else row
             texts[rank][path or "batch"] = f"{kind}{shape}"
     first, *others = texts.values()
     if any(other != first for other in others):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from copy import copy
 from queue import SimpleQueue
 from typing import Any
 
@@ -243,19 +241,12 @@ class StepPass:
         try:
             return agreement.deliver(step)
         except PaddleShardError:  # perhaps because of the failure on this rank
-            local_failure = self._take_failure(step)
-            if local_failure is None:
+            failure = self._failure
+            self._failure = None  # it holds its callers' variables
+            if failure is None or self._announced != step:
                 raise
             self.close()
-            raise local_failure from None
-
-    def _take_failure(self, step: int) -> BaseException | None:
-        """Return this rank's failure at a step, and drop the reference: it holds its callers' variables."""
-        if self._announced != step:
-            return None
-        failure = self._failure
-        self._failure = None
-        return failure
+            raise failure from None
 
     def peek(self) -> Any:
         """Return the value of the batch that will be delivered first, without delivering it.
@@ -273,7 +264,7 @@ class StepPass:
             raise past_end_error()
         if batch.finish is not None:
             self._finish(batch)
-        value = self._messages.finish_alone(copy(batch))
+        value = self._messages.finish_alone(batch)
         # Paddle changes the containers
         return map_leaves(value, lambda leaf, _: leaf)
 
@@ -293,7 +284,11 @@ class StepPass:
         """Read on the caller's thread until a step can be delivered, or start the thread that reads ahead."""
         wanted = min(step + 1 + self._most_ahead, 2 * step + 1)
         while not self._is_over:
-            if self._may_start_thread():
+            if (
+                self._thread is None
+                and self._num_ahead > 0
+                and self._executor.runs_in_thread
+            ):
                 self._start_thread()
                 return
             if self._announced >= wanted:
@@ -310,8 +305,6 @@ class StepPass:
                 message = self._messages.compose(batch)
             elif batch.exhausted:
                 raise StopIteration
-            else:
-                self._messages.finish_alone(batch)
         except BaseException as error:
             self._is_over = True
             if not in_thread and not isinstance(error, Exception):
@@ -368,24 +361,16 @@ class StepPass:
 
     # The thread that reads ahead
 
-    def _may_start_thread(self) -> bool:
-        is_wanted = self._thread is None and self._num_ahead > 0
-        return is_wanted and self._executor.runs_in_thread
-
     def _start_thread(self) -> None:
-        self._make_room(self._delivered + 1)
         thread = threading.Thread(
             target=self._read_ahead, name="paddle_shard-ahead", daemon=True
         )
         # a handler may raise only once the thread can be stopped
         with signals_held():
+            thread.start()
             self._thread = thread
-            try:
-                thread.start()
-            except BaseException:  # no thread would end the queue
-                self._thread = None
-                raise
             _open.add(self)
+        self._make_room(self._delivered + 1)
 
     def _make_room(self, step: int) -> None:
         """Let the thread read ahead of a step that is delivered next."""
@@ -416,8 +401,7 @@ class StepPass:
             return True
         if interrupt and thread.is_alive():
             self._executor.interrupt()
-        with contextlib.suppress(RuntimeError):  # it has not been started
-            thread.join(_JOIN_SECONDS)
+        thread.join(_JOIN_SECONDS)
         _open.discard(self)
         return not thread.is_alive()
 

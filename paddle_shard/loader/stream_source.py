@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from paddle_shard.data.stream import Stream, last_stage
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.loader.arguments import reject
 from paddle_shard.placement.field import FieldLayout
+from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS, find_tail
@@ -135,31 +135,28 @@ def _loader_of(stream: Stream) -> paddle.io.DataLoader:
 
 def read_stream(
     dataloader: paddle.io.DataLoader,
-    layouts: Sequence[FieldLayout],
-    row_layout: FieldLayout,
+    placer: BatchPlacer,
     *,
     is_split: bool,
     seed: int,
     tail: str | None,
     num_batches: int | None,
-    has_local_items: bool,
 ) -> Source:
     """Return the order of a DataLoader over an IterableDataset, checked against the meshes.
 
     Args:
         dataloader: The user's, or one made for the stream.
-        layouts: Layouts of all fields.
-        row_layout: Layout of the field whose rows this rank reads.
+        placer: Knows the layouts of all fields.
         is_split: True if each data rank has a stream of its own.
         seed: Seed of the order.
         tail: The name of the remainder policy.
         num_batches: Steps of an epoch; None: until the stream ends.
-        has_local_items: True if some items stay local tensors (`dense_tensor_idx`).
 
     Raises:
         ArgumentError: A setting cannot be honoured; the text says what works.
     """
     dataset = dataloader.dataset
+    row_layout = placer.row_layout
     stage, num_parts = last_stage(
         dataset if isinstance(dataset, Stream) else Stream.of(dataset)
     )
@@ -195,28 +192,24 @@ def read_stream(
         # Each of several readers would repeat only its own batches.
         needs_one_reader = is_split and plan.repeats
     else:
-        ranks = (
-            1
-            if is_split
-            else math.lcm(*(layout.num_data_ranks for layout in layouts))
-        )
         if num_parts is None:
             num_parts = chosen_num_parts(stage.source, micro_rows)
         batch_size = micro_rows * accumulation
         plan = PartsPlan(
             batch_size=batch_size,
             num_parts=num_parts,
-            num_data_ranks=ranks,
+            num_data_ranks=1 if is_split else placer.num_data_ranks,
             accumulation=accumulation,
             tail=policy,
             num_batches=num_batches,
         )
         opened = cut(stage)
-        parts = _held_parts([] if is_split else layouts, plan)
+        parts = _held_parts([] if is_split else placer.layouts, plan)
         num_workers = min(num_workers, len(parts))
         # Rows that are not the samples cannot be joined one by one: one reader collates each batch.
-        has_own_rows = any(layout.own_rows for layout in layouts)
-        needs_one_reader = has_local_items or has_own_rows
+        needs_one_reader = any(placer.dense_tensor_idx or ()) or any(
+            layout.own_rows for layout in placer.layouts
+        )
     order = StreamOrder(
         stage=opened,
         plan=plan,

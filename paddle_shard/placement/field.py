@@ -95,12 +95,11 @@ class FieldLayout:
         }
 
     def slice_of(self, global_rank: int) -> tuple[int, int] | None:
-        """Return (number of data ranks, data rank) of any process; None if it is not on the mesh."""
+        """Return (data rank, number of data ranks) of any process; None if it is not on the mesh."""
         if global_rank not in self.layout.process_ids:
             return None
-        return self.num_data_ranks, self.layout.data_rank(
-            global_rank, self.data_axes
-        )
+        data_rank = self.layout.data_rank(global_rank, self.data_axes)
+        return data_rank, self.num_data_ranks
 
     @cached_property
     def rows_only(self) -> FieldLayout:

@@ -64,11 +64,11 @@ def layouts_of_fields(
         entries.append(list(map(make, items, item_dims)))
 
     placements = _placements_by_field(placements)
+    by_mesh = list(zip(meshes, axes, strict=True))
     if len(meshes) == 1:  # for all fields
-        input_keys = placements
-        meshes = meshes * len(placements)
-        axes = axes * len(placements)
-    by_key = dict(zip(input_keys, zip(meshes, axes, strict=True), strict=True))
+        by_key = dict.fromkeys(placements, by_mesh[0])
+    else:
+        by_key = dict(zip(input_keys, by_mesh, strict=True))
     overrides: dict[Any, Entry] = {}
     for key, items in placements.items():
         mesh, dims = by_key.get(key, (None, None))

@@ -11,9 +11,7 @@ import numpy as np
 import paddle
 
 from paddle_shard.core.checks import holds
-from paddle_shard.core.trees import map_leaves
 from paddle_shard.errors import ArgumentError, BatchStructureError
-from paddle_shard.placement.field import FieldLayout
 
 LONGEST = "longest"
 Row = Sequence[Any]
@@ -30,38 +28,27 @@ class Pad(NamedTuple):
     value: Any
     """The number behind the ends of its rows."""
 
+    def fill(self, rows: Any, of_ranks: Iterable[Row]) -> Any:
+        """Return a rank's rows, filled up to the size that all ranks' rows get.
 
-@dataclass(frozen=True)
-class Unplaced:
-    """This rank's rows of a tensor, kept until it is known how long the other ranks' rows are."""
-
-    local: Any
-    """The rows; if the tensor's mesh does not include this process, rows of their shape."""
-    layout: FieldLayout
-    path: str
-    pad: Pad | None
-    """Padding of its rows; None: they must have the same length."""
-
-    def placed(self, rows: Iterable[Row]) -> Any:
-        """Return the distributed tensor, given the row of every rank.
+        Args:
+            rows: A tensor of the rows.
+            of_ranks: The row of every rank.
 
         Raises:
-            BatchStructureError: The rows are longer than all sizes.
+            BatchStructureError: The rows are longer than all sizes; raised on all ranks.
         """
-        if self.pad is None:
-            return self.layout.distributed(self.local, self.path)
-        shape = _longest(row[1:] for row in rows)
-        if self.pad.sizes and shape:
-            sizes = [size for size in self.pad.sizes if size >= shape[0]]
+        shape = _longest(row[1:] for row in of_ranks)
+        if self.sizes and shape:
+            sizes = [size for size in self.sizes if size >= shape[0]]
             if not sizes:
                 raise BatchStructureError(
                     f"the longest row of field {self.path} has {shape[0]}, and the largest size in pad_to "
-                    f"is {self.pad.sizes[-1]}. Cut long samples in the data set or the "
+                    f"is {self.sizes[-1]}. Cut long samples in the data set or the "
                     "collate_fn, or give a larger size."
                 )
             shape[0] = sizes[0]
-        local = padded(self.local, shape, self.pad.value)
-        return self.layout.distributed(local, self.path)
+        return padded(rows, shape, self.value)
 
 
 @dataclass(frozen=True)
@@ -91,10 +78,6 @@ class PadTo:
             )
         return cls(fields)
 
-    def fact(self) -> list[str]:
-        """Return what the ranks compare."""
-        return sorted(map(str, self.fields.values()))
-
     def pad_of(self, path: str) -> Pad | None:
         """Return how the rows of the tensor at a path are padded; None if they are not."""
         # The paths of a field's tensors begin with its own, up to the bracket.
@@ -116,27 +99,6 @@ class PadTo:
             return arrays
         row = _longest(array.shape[1:] for array in arrays)
         return [padded(array, row, pad.value) for array in arrays]
-
-
-def finished(batch: Any, row_shapes: Mapping[int, Mapping[str, Row]]) -> Any:
-    """Return a batch as distributed tensors, now that all ranks' rows are known.
-
-    Args:
-        batch: A batch with `Unplaced` leaves.
-        row_shapes: Global rank -> `BatchRecipe.row_shapes` of that rank's batch, which fit together.
-
-    Raises:
-        BatchStructureError: The rows are longer than all sizes; raised on all ranks.
-    """
-
-    def place(leaf: Any, _: str) -> Any:
-        if not isinstance(leaf, Unplaced):
-            return leaf
-        return leaf.placed(
-            [shapes[leaf.path] for shapes in row_shapes.values()]
-        )
-
-    return map_leaves(batch, place)
 
 
 def padded(tensor: Any, row: Sequence[int], fill: float) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -29,6 +30,7 @@ from paddle_shard.placement.recipe import (
     is_row_like,
 )
 from paddle_shard.placement.rows import BatchRows
+from paddle_shard.plan.step import Step
 from paddle_shard.reading.tensors import becomes_tensor, is_tensor
 
 _MOST_RECIPES = 256
@@ -47,7 +49,7 @@ class BatchPlacer:
     dense_tensor_idx: Sequence[Sequence[int]] | None
     local: bool
     pad_to: PadTo | None
-    """If given, tensors stay `Unplaced` until all ranks' lengths are known."""
+    """If given, fields that it names are placed when all ranks' lengths are known."""
     global_rank: int
     """Paddle's process id."""
     replicated_in_name: bool
@@ -86,7 +88,12 @@ class BatchPlacer:
             for layout in (entry if isinstance(entry, list) else [entry])
         ]
 
-    @property
+    @cached_property
+    def num_data_ranks(self) -> int:
+        """The least number by which a batch can be split over the data ranks of every field."""
+        return math.lcm(*(layout.num_data_ranks for layout in self.layouts))
+
+    @cached_property
     def row_layout(self) -> FieldLayout:
         """Layout of the field whose rows this rank reads: the one with most data ranks."""
         local = [layout for layout in self.layouts if layout.on_mesh]
@@ -95,14 +102,17 @@ class BatchPlacer:
         )
 
     def recipe(
-        self, batch: Any, rows_of: Callable[[Any], BatchRows], key: Any
+        self,
+        batch: Any,
+        step: Step,
+        rows_of: Callable[[Step, Any, BatchPlacer], BatchRows],
     ) -> tuple[BatchRecipe, list[Any]]:
         """Return how a batch is placed, and the leaves that are delivered.
 
         Args:
             batch: A batch that was read: arrays, tensors and other leaves.
-            rows_of: Returns the rows of the batch.
-            key: What the rows depend on besides the form of the batch.
+            step: Its step.
+            rows_of: Returns the rows of a batch that was read for a step.
 
         Raises:
             BatchStructureError: A field does not fit its mesh or cannot be split.
@@ -111,10 +121,10 @@ class BatchPlacer:
         fields = self._fields(batch)
         leaves: list[Any] = []
         forms = [_form(value, leaves) for value in fields.values()]
-        form = type(batch), key, *fields, *forms
+        form = type(batch), step.num_rows, step.micro_size, *fields, *forms
         recipe = self._recipes.get(form)
         if recipe is None:
-            recipe = self._compile(batch, fields, rows_of(batch))
+            recipe = self._compile(batch, fields, rows_of(step, batch, self))
             if len(self._recipes) >= _MOST_RECIPES:
                 self._recipes.clear()
             self._recipes[form] = recipe
@@ -153,12 +163,14 @@ class BatchPlacer:
         return recipe
 
     def _last_layout(self, leaves: Sequence[Leaf]) -> FieldLayout:
-        """Return the layout of the last leaf, or, if that stays local, of the last one that is here."""
+        """Return the layout of the last leaf that is not local, or is local and here."""
         layouts = [leaf.layout for leaf in leaves] or self.layouts
-        if not layouts[-1].is_local:
-            return layouts[-1]
         return next(
-            (layout for layout in reversed(layouts) if layout.on_mesh),
+            (
+                layout
+                for layout in reversed(layouts)
+                if layout.on_mesh or not layout.is_local
+            ),
             layouts[-1],
         )
 

@@ -6,7 +6,7 @@ into a `BatchRecipe`, which checks it; the batches of that form that follow only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from paddle_shard.core.collate import Texts
 from paddle_shard.core.trees import map_leaves
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.placement.field import FieldLayout, from_local
-from paddle_shard.placement.lengths import PadTo, Row, Unplaced, check_fill
+from paddle_shard.placement.lengths import Pad, PadTo, Row, check_fill
 from paddle_shard.placement.local_tensor import TensorMaker
 from paddle_shard.placement.rows import BatchRows, as_range
 from paddle_shard.plan.partition import Rows
@@ -48,20 +48,28 @@ class BatchRecipe:
     """The leaves that become tensors; others are no arrays or tensors that Paddle can hold."""
     cuts: list[tuple[int, Function]] = field(default_factory=list)
     """(leaf, function that returns this rank's part of it), to be applied in this order."""
+    pads: list[tuple[int, str, Pad]] = field(default_factory=list)
+    """(leaf, its path, its padding), to be applied when the rows of all ranks are known."""
     places: list[tuple[int, Function]] = field(default_factory=list)
-    """(leaf, function that returns the distributed tensor of a local one, or an `Unplaced`)."""
+    """(leaf, function that returns the distributed tensor of a local one)."""
     row_shapes: dict[str, Row] = field(default_factory=dict)
-    """Path -> kind and shape of a row, of each tensor; with `pad_to`, of each that is `Unplaced`."""
+    """Path -> kind and shape of a row, of each tensor."""
 
     def begin(
-        self, leaves: Sequence[Any], owned: bool, maker: TensorMaker
+        self,
+        leaves: Sequence[Any],
+        owned: bool,
+        maker: TensorMaker,
+        *,
+        is_alone: bool,
     ) -> Callable[[], Any]:
-        """Begin to place a batch, and return a function that returns it placed.
+        """Begin to place a batch, and return a function that returns it placed, or if it `waits`, its local leaves.
 
         Args:
             leaves: The leaves that are delivered.
             owned: True if nothing else refers to them.
             maker: Makes the tensors.
+            is_alone: True if no other rank has rows, to whose length these would be padded.
         """
         # Two tensors must not share one array's memory.
         owned = owned and len(set(map(id, leaves))) == len(leaves)
@@ -69,15 +77,37 @@ class BatchRecipe:
         if self.is_host:
             _apply(self.cuts, parts)
         make_tensors = maker([parts[number] for number in self.tensors], owned)
-        return partial(self._finish, parts, make_tensors)
+        return partial(self._finish, parts, make_tensors, is_alone)
 
     def _finish(
-        self, parts: list[Any], make_tensors: Callable[[], list[Any]]
+        self,
+        parts: list[Any],
+        make_tensors: Callable[[], list[Any]],
+        is_alone: bool,
     ) -> Any:
         for number, tensor in zip(self.tensors, make_tensors(), strict=True):
             parts[number] = tensor
         if not self.is_host:
             _apply(self.cuts, parts)
+        if self.pads and not is_alone:
+            return parts
+        return self.placed(parts, [self.row_shapes])
+
+    def placed(
+        self, parts: list[Any], of_ranks: Iterable[Mapping[str, Row]]
+    ) -> Any:
+        """Return the batch, with distributed tensors in place of local ones.
+
+        Args:
+            parts: The leaves, which are replaced.
+            of_ranks: `row_shapes` of the batch of every rank, which fit together.
+
+        Raises:
+            BatchStructureError: Rows are longer than all sizes of `pad_to`; raised on all ranks.
+        """
+        for number, path, pad in self.pads:
+            rows = [row_shapes[path] for row_shapes in of_ranks]
+            parts[number] = pad.fill(parts[number], rows)
         _apply(self.places, parts)
         if self.template is None:
             return parts
@@ -146,32 +176,31 @@ def _compile_distributed(
         counts = layout.num_data_ranks > 1 and not is_split
         kind = f"{dtype}, {shape[0]} rows of " if counts else dtype
         recipe.row_shapes[path] = [kind, *shape[1:]]
-    if pad_to is None:
-        place = partial(
-            from_local, mesh=layout.mesh, placements=layout.placements
-        )
-    else:
-        pad = pad_to.pad_of(path)
-        if pad is not None:
-            check_fill(pad.value, dtype, path)
-        place = partial(Unplaced, layout=layout, path=path, pad=pad)
     if not layout.on_mesh:  # only the metadata matter
         if shape[:1] == [len(recipe.rows.read)]:
             shape[0] = recipe.rows.num_rows // layout.num_data_ranks
-        if pad_to is None:
-            shape = layout.cut(np.empty(shape, bool), path).shape
-        place = partial(_place_empty, place, shape)
+        recipe.cuts.append((number, partial(_empty, shape)))
     elif layout.row_index and not layout.replicated_in_name:
         index = partial(_number_globally, path=path, rows=recipe.rows)
         recipe.cuts.append((number, index))
-    if layout.cuts and layout.on_mesh and pad_to is None:
-        recipe.cuts.append((number, partial(layout.cut, path=path)))
+    pad = None if pad_to is None else pad_to.pad_of(path)
+    if pad is not None:
+        check_fill(pad.value, dtype, path)
+        recipe.pads.append((number, path, pad))
+        place = partial(layout.distributed, path=path)
+    else:
+        if layout.cuts:
+            recipe.cuts.append((number, partial(layout.cut, path=path)))
+        place = partial(
+            from_local, mesh=layout.mesh, placements=layout.placements
+        )
     recipe.places.append((number, place))
 
 
-def _place_empty(place: Function, shape: Sequence[int], part: Any) -> Any:
-    """Return the distributed tensor of a field of which this process holds nothing."""
-    return place(paddle.empty(shape, part.dtype))
+def _empty(shape: Sequence[int], part: Any) -> Any:
+    """Return rows of a field of which this process holds nothing."""
+    empty = np.empty if isinstance(part, np.ndarray) else paddle.empty
+    return empty(shape, part.dtype)
 
 
 def _is_split(leaf: Leaf, rows: BatchRows) -> bool:

@@ -20,7 +20,7 @@ Summary = Mapping[str, Any]
 
 
 def compare_batches(
-    summaries: Mapping[int, Summary], data_ranks: Mapping[int, int]
+    summaries: Mapping[int, Summary], data_ranks: Mapping[int, Any]
 ) -> None:
     """Compare the summaries of the ranks' batches of a step.
 

@@ -201,8 +201,9 @@ def _unequal_ends(
         return None
     error = errors.UnequalEndsError(
         f"at {terms.place(step)} the data of {_named(ended)} has ended and that of {_named(went_on)} has not, but all "
-        "must end there (tail='error', or items that are whole batches). Make the data of equal length, or choose "
-        "tail='drop', 'pad' or 'repeat', or num_batches=."
+        "must end there. Make the data of equal length; seed a sampler of your own alike on all ranks; with "
+        "is_dataset_splitted=True, give every data rank as many rows. For a stream, choose tail='drop', 'pad' or "
+        "'repeat', or num_batches=."
     )
     error.step = terms.first_step + step
     error.ended = ended

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paddle_shard.data.costs import SampleCosts
 from paddle_shard.plan.tails import TAILS, Tail
 from paddle_shard.reading.stream_order import StreamOrder
 
@@ -26,8 +25,6 @@ class Source:
     tail: Tail = TAILS["pad"]
     custom_sampler: Any = None
     """The user's batch sampler, if it decides on the order."""
-    costs: SampleCosts | None = None
-    """The cost of each sample, if rows are dealt to data ranks by cost."""
 
     @property
     def stream(self) -> StreamOrder | None:

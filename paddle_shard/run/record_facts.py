@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import paddle
 
 from paddle_shard.core.checks import length_or_none
-from paddle_shard.placement.field import FieldLayout, describe_layouts
+from paddle_shard.placement.field import describe_layouts
+from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.plan.shard_plan import BatchSizes
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.plan.skips import Ranges
@@ -34,8 +35,7 @@ _RECORDED_ELSEWHERE = (
 def record_facts(
     source: Source,
     run: Run,
-    layouts: Sequence[FieldLayout],
-    row_layout: FieldLayout,
+    placer: BatchPlacer,
     *,
     dataset: Any,
     skip_steps: Ranges,
@@ -46,12 +46,12 @@ def record_facts(
     Args:
         source: The order of the data.
         run: The run.
-        layouts: Layouts of all fields.
-        row_layout: Layout of the field whose rows this rank reads.
+        placer: Knows the layouts of all fields.
         dataset: The data set.
         skip_steps: Skipped steps of the run.
         arguments: All arguments of the user.
     """
+    row_layout = placer.row_layout
     stream = source.stream
     plan = run.plan if stream is None else stream.plan
     data: dict[str, Any] = {"class": type(dataset).__name__}
@@ -88,11 +88,9 @@ def record_facts(
         "sizes": None if sizes is None else sizes.entries,
         "skip_steps": skip_steps,
         "order_of": run.no_order(),
-        "dealt": source.costs is not None,
-        "meshes": describe_layouts(layouts),
-        "data_rank": (row_layout.data_rank, row_layout.num_data_ranks)
-        if row_layout.on_mesh
-        else None,
+        "dealt": stream is None and source.batches.balance_rows is not None,
+        "meshes": describe_layouts(placer.layouts),
+        "data_rank": row_layout.slice_of(row_layout.global_rank),
         "options": options,
         "data": data,
     }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from paddle_shard.core.warn_once import caller_level
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.run.record_lines import FORMAT, append
@@ -18,7 +17,6 @@ _ELSEWHERE = ("fingerprint", "sampler", "data", "checksum")
 """Fields of a state that other lines have, or that do not tell what was delivered."""
 _BEGINNING = b'{"after": ""'
 _FIX = "Give a file in a folder that exists, on a disk with space, or leave record out."
-_LOG = logging.getLogger("paddle_shard")
 
 
 def position(state: LoaderState) -> dict[str, Any]:
@@ -89,11 +87,10 @@ class Recorder:
                 self._append(line.pop("line"), {"job": self._job, **line})
         except OSError as error:
             self._has_failed = True
-            _LOG.warning(
+            warn_once(
                 "record=%r cannot be written any more (%s). The run continues without it.",
                 self.path,
-                error,
-                stacklevel=caller_level(),
+                str(error),
             )
         finally:
             self._is_busy = False
@@ -104,10 +101,9 @@ class Recorder:
             self.path, {"line": kind, "time": now, **facts}
         )
         if num_removed:
-            _LOG.warning(
+            warn_once(
                 "record=%r: a crash had cut its last line. The %d bytes were taken off.",
                 self.path,
                 num_removed,
-                stacklevel=caller_level(),
             )
         return digest

@@ -518,4 +518,4 @@ def test_statistics_count_padding_of_data_with_an_index_too():
 
     assert (loader.stats.epoch.samples, loader.stats.epoch.padding) == (10, 6)
     assert loader.stats.scalars()["data/padding"] == 6
-    assert "6 rows of padding" in repr(loader.stats)
+    assert "padding=6" in repr(loader.stats)

@@ -247,7 +247,7 @@ def test_split_data_is_refused_by_meshes_of_different_order():
     with simulated_rank(0, 2):
         sampler = DuckDistributed(pairs, 2, 2, 0)
         with pytest.raises(
-            SplitError, match=r"gives global rank 0 the data ranks \[0, 1\]"
+            SplitError, match="gives global rank 0 different .data rank, number"
         ):
             sharded(
                 DataLoader(pairs, batch_sampler=sampler),

@@ -477,7 +477,7 @@ def test_stream_statistics_count_what_was_delivered():
     scalars = loader.stats.scalars()
     assert scalars["data/batches"] == 3
     assert 0 <= scalars["data/starved"] <= 1
-    assert "3 batches, 20 samples" in repr(loader.stats)
+    assert "batches=3, samples=20" in repr(loader.stats)
 
 
 def test_stream_parts_belong_to_the_run_not_to_the_mesh():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import math
 import sys
 
 import numpy as np
@@ -12,14 +11,12 @@ from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.core import warn_once
 from paddle_shard.errors import (
     ArgumentError,
     ArgumentTypeError,
     BatchStructureError,
     StateError,
 )
-from paddle_shard.testing.simulated import simulated_rank
 from tests.helpers import ONE, Made, sharded
 
 
@@ -42,29 +39,6 @@ def test_arguments_are_checked_at_construction(options, text):
         sharded(DataLoader(Made(), batch_size=4), **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (
-            {"drop_last": True},
-            "no argument drop_last=. Pass it to paddle.io.DataLoader",
-        ),
-        (
-            {"num_workers": 2},
-            "no argument num_workers=. Pass it to paddle.io.DataLoader",
-        ),
-        ({"tails": "drop"}, "no argument tails=. Did you mean 'tail'"),
-        (
-            {"xyz": 1},
-            "no argument xyz=. Its arguments are dataloader, meshes, ",
-        ),
-    ],
-)
-def test_unknown_argument_is_refused_with_the_fix(options, text):
-    with pytest.raises(TypeError, match=text):
-        sharded(DataLoader(Made(), batch_size=4), **options)
-
-
 def test_patch_survives_odd_modules_and_refuses_unknown_options(monkeypatch):
     monkeypatch.setitem(sys.modules, "blocked", None)
     original = dist.shard_dataloader
@@ -74,50 +48,6 @@ def test_patch_survives_odd_modules_and_refuses_unknown_options(monkeypatch):
     with paddle_shard.patch_paddle():
         assert dist.shard_dataloader is not original
     assert dist.shard_dataloader is original
-
-
-def test_loop_that_was_left_is_said_to_begin_again_once(caplog, monkeypatch):
-    monkeypatch.setattr(warn_once, "_WARNED", set())
-    loader = sharded(DataLoader(Made(length=8), batch_size=4), ONE)
-
-    def said():
-        return [
-            text
-            for record in caplog.records
-            if "begins the same epoch again" in (text := record.getMessage())
-        ]
-
-    list(loader), list(zip(loader, loader, strict=True))
-    loader.set_epoch(3)
-    for _ in loader:
-        break
-    loader.set_epoch(3)  # it is meant
-    for _ in loader:
-        break
-    loader.set_epoch(4)
-    iterator = iter(loader)
-    next(iterator)
-    list(iterator)
-    assert said() == []
-    for _ in range(2):
-        next(iter(loader))
-    list(loader)
-    assert len(said()) == 1
-
-
-def test_iterator_after_an_unfinished_one_warns(caplog, monkeypatch):
-    monkeypatch.setattr(warn_once, "_WARNED", set())
-    loader = sharded(DataLoader(Made(length=16), batch_size=4), ONE)
-    first, kept = iter(loader), iter(loader)
-    next(first), next(kept), next(first)  # two at once are one's own business
-    assert caplog.records == []
-    kept = iter(loader)  # lets go of the one before only now
-    next(kept)
-    assert [
-        record
-        for record in caplog.records
-        if "begins the same epoch again" in record.getMessage()
-    ]
 
 
 def test_closed_iterator_consumes_no_epoch():
@@ -160,41 +90,6 @@ def test_parts_of_a_mixture_are_chosen_for_all_of_it():
             ArgumentError, match="num_parts must be an int >= 1"
         ):
             Stream.of(range(8)).in_parts(number)
-
-
-@pytest.mark.parametrize(
-    ("names", "shape", "dims", "auto_dp", "says"),
-    [
-        (["mp", "dp"], (1, 2), None, False, True),
-        (["data"], (2,), None, False, True),
-        (["dp"], (1,), None, False, False),
-        (["mp"], (2,), None, False, False),
-        (["dp"], (2,), "dp", False, False),
-        (["dp", "mp"], (2, 2), "mp", False, False),
-        (["dp"], (2,), None, True, False),
-    ],
-)
-def test_axis_of_data_that_splits_nothing_is_said_once(
-    names, shape, dims, auto_dp, says, caplog, monkeypatch
-):
-    monkeypatch.setattr(warn_once, "_WARNED", set())
-    monkeypatch.setattr(
-        "paddle_shard.loader.api.in_auto_dp_mode", lambda: auto_dp
-    )
-    mesh = dist.ProcessMesh(
-        np.arange(math.prod(shape)).reshape(shape), dim_names=names
-    )
-    for _ in range(2):
-        sharded(DataLoader(Made(), batch_size=4), mesh, dims=dims)
-    with simulated_rank(1, 2):
-        sharded(DataLoader(Made(), batch_size=4), mesh, dims=dims)
-
-    assert (
-        caplog.text.count(
-            "get the same rows, the whole of each batch. shard_dims='d"
-        )
-        == says
-    )
 
 
 @pytest.mark.parametrize("state", [{}, {"epoch": 0, "step": 3}, None, [1]])

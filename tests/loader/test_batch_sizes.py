@@ -112,20 +112,24 @@ def test_batch_size_schedule_must_split_evenly():
 
 
 @pytest.mark.parametrize(
-    "loader",
+    ("loader", "why"),
     [
-        DataLoader(Endless(), batch_size=2),
-        DataLoader(Made(), batch_size=None),
-        DataLoader(
-            Made(),
-            batch_sampler=paddle_shard.BucketBatchSampler(
-                np.ones(16, int), batch_size=4
+        (
+            DataLoader(Endless(), batch_size=2),
+            "a stream's samples have no number",
+        ),
+        (DataLoader(Made(), batch_size=None), "each item is a whole batch"),
+        (
+            DataLoader(
+                Made(),
+                batch_sampler=paddle_shard.BucketBatchSampler(
+                    np.ones(16, int), batch_size=4
+                ),
             ),
+            "which decides the size of its batches",
         ),
     ],
 )
-def test_schedule_is_refused_where_others_make_the_batches(loader):
-    with pytest.raises(
-        ArgumentError, match="which decides the size of its batches"
-    ):
+def test_schedule_is_refused_where_others_make_the_batches(loader, why):
+    with pytest.raises(ArgumentError, match=f"^batch_size=.*{why}"):
         sharded(loader, ONE, batch_size=[(0, 4)])

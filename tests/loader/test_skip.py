@@ -259,6 +259,6 @@ def test_streams_are_refused():
 
     with pytest.raises(
         ArgumentError,
-        match="skip_steps=.*: a stream cannot skip",
+        match="skip_steps=.*: a stream's samples have no number",
     ):
         sharded(DataLoader(Endless(), batch_size=4), ONE, skip_steps=[(1, 2)])

@@ -5,12 +5,16 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from paddle.io import DataLoader
 
-from paddle_shard.loader.stats import DERIVED, Counts
+from paddle_shard.loader import step_messages
+from paddle_shard.loader.stats import DERIVED, Counts, LoaderStats
+from paddle_shard.loader.step_messages import StepMessages
+from paddle_shard.reading.batch import Batch
 from tests.helpers import ONE, Made, sharded
 
 ROOT = Path(__file__).parents[2]
@@ -100,3 +104,31 @@ def test_stats_text_names_the_function_that_is_waited_for():
 def slow(index):
     time.sleep(0.004)
     return np.array(index)
+
+
+def test_stats_of_a_rank_are_sent_to_the_others_in_time(monkeypatch):
+    clock = SimpleNamespace(perf_counter=lambda: clock.now, now=0.0)
+    monkeypatch.setattr(step_messages, "time", clock)
+    setups = [
+        SimpleNamespace(
+            ranks=(0, 1),
+            stats=LoaderStats(rank),
+            compared_ranks=None,
+            source=SimpleNamespace(split=False),
+            placer=SimpleNamespace(pad_to=None),
+        )
+        for rank in range(2)
+    ]
+    first, second = map(StepMessages, setups)
+    counts = setups[1].stats.begin_pass()
+    counts.batches, counts.wait_seconds, counts.step_seconds = 2, 0.5, 0.5
+    batch = Batch(step=None, value=None, is_padding=None)
+
+    assert second.compose(batch) is None
+    clock.now = 1.5
+    sent = second.compose(batch)
+    assert second.compose(batch) is None
+    first.apply(batch, [(1, sent)])
+
+    assert setups[0].stats.of_ranks[1][:3] == [0.25, 0.25, 0.0]
+    assert "Rank 1 waits 50%" in str(setups[0].stats)

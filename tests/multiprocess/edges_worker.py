@@ -235,9 +235,6 @@ def not_made():
         "an option": lambda: sharded(
             Numbers(48), tail="none" if RANK == 1 else "pad"
         ),
-        "an argument": lambda: sharded(
-            Numbers(48), **({"tails": "pad"} if RANK == 1 else {})
-        ),
         "on all": lambda: sharded(Numbers(48), tail="none"),
     }
     found = {}

@@ -98,7 +98,7 @@ def early(how, call, victim):
         report(
             [
                 [int(victim)]
-                if f"global rank {victim}: its loader was not made"
+                if f"global rank {victim}: its shard_dataloader() failed"
                 in str(error)
                 else str(error),
                 time.monotonic() - began,

@@ -12,7 +12,7 @@ from tests.jobs import run_ranks, start_ranks
 WORKER = Path(__file__).with_name("told_worker.py")
 ENVIRONMENT = {"PYTHONPATH": str(WORKER.parents[2])}
 CALLS = {
-    "not made": "its loader was not made: tail must be",
+    "not made": "its shard_dataloader() failed: tail must be",
     "a state of another run": "its load_state_dict() failed: state is of another run (seed: saved 5, now 0)",
     "no state": "its load_state_dict() failed: state must be what the loader's state_dict() returned",
     "a misspelt option": "its load_state_dict() failed: ",
@@ -99,7 +99,7 @@ def test_ranks_of_which_one_could_not_make_a_call_go_on_together(reports):
         ("ends", 1, "its set_epoch() failed: epoch must be"),
         ("ends", 0, "its set_epoch() failed: epoch must be"),
         ("leaves", 1, "its set_epoch() failed: epoch must be"),
-        ("not_made", 1, "its loader was not made: tail must be"),
+        ("not_made", 1, "its shard_dataloader() failed: tail must be"),
     ],
 )
 def test_ranks_in_a_loop_are_told_why_another_has_left_it(

@@ -27,9 +27,13 @@ def stacked(samples):
     )
 
 
-def sharded(mesh=ONE, dataset=None, **options):
+def stacked_tensors(samples):
+    return paddle.to_tensor(stacked(samples))
+
+
+def sharded(mesh=ONE, dataset=None, collate_fn=stacked, **options):
     given = paddle.io.DataLoader(
-        dataset or ROWS, batch_size=2, collate_fn=stacked
+        dataset or ROWS, batch_size=2, collate_fn=collate_fn
     )
     return paddle_shard.shard_dataloader(
         given, mesh, shard_dims="dp", **options
@@ -45,11 +49,10 @@ def sharded(mesh=ONE, dataset=None, **options):
         (6, [6, 6, 6]),
     ],
 )
-def test_pad_to_on_one_rank_pads_to_its_own_rows(length, widths):
-    batches = [
-        batch._local_value().numpy()
-        for batch in sharded(pad_to={0: (length, -7)})
-    ]
+@pytest.mark.parametrize("collate_fn", [stacked, stacked_tensors])
+def test_pad_to_on_one_rank_pads_to_its_own_rows(length, widths, collate_fn):
+    loader = sharded(pad_to={0: (length, -7)}, collate_fn=collate_fn)
+    batches = [batch._local_value().numpy() for batch in loader]
 
     assert [batch.shape for batch in batches] == [
         (2, width) for width in widths
@@ -62,8 +65,9 @@ def test_pad_to_on_one_rank_pads_to_its_own_rows(length, widths):
         assert set(row[own:]) <= {-7}
 
 
-def test_first_batch_to_look_at_is_padded_too():
-    loader = sharded(pad_to={0: ([8], -7)})
+@pytest.mark.parametrize("collate_fn", [stacked, stacked_tensors])
+def test_first_batch_to_look_at_is_padded_too(collate_fn):
+    loader = sharded(pad_to={0: ([8], -7)}, collate_fn=collate_fn)
 
     assert next(loader()).shape == [2, 8]
     assert [batch.shape for batch in loader] == [[2, 8]] * 3
