@@ -85,6 +85,8 @@ class Run:
         """(epoch, steps of the run before it)."""
         self._first_number = 0
         """Number of the first iterator since a state was loaded: earlier ones do not move the run."""
+        self._epoch_set_at = 0
+        """Number of the newest iterator when the user last chose the epoch."""
         self.identity: Mapping[str, Any] | None = None
         """The identity of the data, as JSON; None before the first iterator of the run."""
         has_index = source.stream is None and not source.item_is_batch
@@ -202,6 +204,7 @@ class Run:
                 f"set_epoch({epoch}): the loaded state stands in epoch {loaded.epoch}, after {loaded.samples} samples, "
                 f"which no loop has continued yet. Begin with set_epoch({loaded.epoch}), or leave it out, to continue."
             )
+        self._epoch_set_at = next(numbers)
 
     def finished(
         self,
@@ -303,8 +306,27 @@ class Run:
             else self._newest.number + 1
         )
         if progress.number >= number:
+            self._warn_if_begun_again(progress)
             self._newest = progress
         progress.deliver(step, ids, num_unread)
+
+    def _warn_if_begun_again(self, progress: IteratorProgress) -> None:
+        """Warn if an iterator begins the epoch that the one before has left before its end."""
+        # Only now is the one before closed: `batches = iter(loader)` lets go of it after the next has begun.
+        before = self._newest
+        if (
+            before is not None
+            and before.number > self._epoch_set_at
+            and before.closed
+            and not before.finished
+            and before.epoch == progress.epoch
+            and before.position.steps > progress.start.steps
+        ):
+            warn_once(
+                "a loop over this loader was left before its end, and the next one begins the same epoch again. "
+                "Call loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to "
+                "continue it."
+            )
 
     def num_batches(self) -> int:
         """Return how many batches an iterator over the whole present epoch delivers."""

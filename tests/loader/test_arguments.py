@@ -11,6 +11,7 @@ from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard import Stream
+from paddle_shard.core import warn_once
 from paddle_shard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -48,6 +49,50 @@ def test_patch_survives_odd_modules_and_refuses_unknown_options(monkeypatch):
     with paddle_shard.patch_paddle():
         assert dist.shard_dataloader is not original
     assert dist.shard_dataloader is original
+
+
+def test_loop_that_was_left_is_said_to_begin_again_once(caplog, monkeypatch):
+    monkeypatch.setattr(warn_once, "_WARNED", set())
+    loader = sharded(DataLoader(Made(length=8), batch_size=4), ONE)
+
+    def said():
+        return [
+            text
+            for record in caplog.records
+            if "begins the same epoch again" in (text := record.getMessage())
+        ]
+
+    list(loader), list(zip(loader, loader, strict=True))
+    loader.set_epoch(3)
+    for _ in loader:
+        break
+    loader.set_epoch(3)  # it is meant
+    for _ in loader:
+        break
+    loader.set_epoch(4)
+    iterator = iter(loader)
+    next(iterator)
+    list(iterator)
+    assert said() == []
+    for _ in range(2):
+        next(iter(loader))
+    list(loader)
+    assert len(said()) == 1
+
+
+def test_iterator_after_an_unfinished_one_warns(caplog, monkeypatch):
+    monkeypatch.setattr(warn_once, "_WARNED", set())
+    loader = sharded(DataLoader(Made(length=16), batch_size=4), ONE)
+    first, kept = iter(loader), iter(loader)
+    next(first), next(kept), next(first)  # two at once are one's own business
+    assert caplog.records == []
+    kept = iter(loader)  # lets go of the one before only now
+    next(kept)
+    assert [
+        record
+        for record in caplog.records
+        if "begins the same epoch again" in record.getMessage()
+    ]
 
 
 def test_closed_iterator_consumes_no_epoch():

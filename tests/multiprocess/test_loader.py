@@ -9,7 +9,7 @@ from tests.multiprocess.loader_cases import cases, summary
 pytestmark = pytest.mark.multiprocess
 WORKER = Path(__file__).with_name("loader_worker.py")
 CASES = {
-    2: ["loaders", "sequence"],
+    2: ["left", "loaders", "sequence"],
     4: ["loaders", "split"],
     8: ["loaders"],
 }
@@ -31,6 +31,15 @@ def test_real_ranks_get_what_simulated_ranks_get(num_ranks, run_case):
             assert reports[rank][name] == simulated[rank], (
                 f"rank {rank}: {name}"
             )
+
+
+def test_loader_warns_if_an_epoch_begins_again(
+    run_case,
+):
+    assert (
+        run_case(WORKER, 2, "left", CASES[2], timeout=2 * HANG)
+        == [[0, 1, 1]] * 2
+    )
 
 
 def test_split_data_of_another_split_is_refused_on_all_ranks(run_case):
