@@ -34,6 +34,7 @@ from paddle_shard.loader.setup import (
     config_of,
     ranks_of,
     replicas_of,
+    warn_if_unsplit,
 )
 from paddle_shard.loader.source import read_source
 from paddle_shard.loader.stats import LoaderStats
@@ -255,6 +256,8 @@ def shard_dataloader(  # noqa: PLR0913
             "how long the rows are. Make this loader on the ranks of the meshes only."
         )
     row_layout = placer.row_layout
+    if shard_dims is None:
+        warn_if_unsplit(row_layout)
 
     # The order of the data.
     loader = as_dataloader(dataloader, readers)

@@ -145,6 +145,21 @@ def ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
     return (this_rank,)
 
 
+def warn_if_unsplit(layout: FieldLayout) -> None:
+    """Log that the ranks of a data axis get the same rows, which is seldom meant."""
+    if (
+        layout.num_data_ranks > 1
+        or layout.global_rank != layout.layout.process_ids[0]
+    ):
+        return
+    for axis, size in layout.layout.sizes.items():
+        if axis in ("dp", "data") and size > 1:
+            warn_once(
+                f"shard_dims is None: all ranks of the mesh's axis {axis!r} get the same rows, the whole of each "
+                f"batch. shard_dims={axis!r} gives each of them rows of its own."
+            )
+
+
 def replicas_of(
     replicas: str,
     source: Source,

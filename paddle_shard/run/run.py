@@ -196,6 +196,7 @@ class Run:
     def set_epoch(self, epoch: int, others: Mapping[str, Any]) -> None:
         """Choose the epoch of the iterators that begin from now on, also for the user's sampler."""
         epoch = self._counter.set(epoch, others)
+        self._epoch_set_at = next(numbers)
         loaded = self._resumed
         if loaded is None or self._newest is not None:
             return
@@ -204,7 +205,6 @@ class Run:
                 f"set_epoch({epoch}): the loaded state stands in epoch {loaded.epoch}, after {loaded.samples} samples, "
                 f"which no loop has continued yet. Begin with set_epoch({loaded.epoch}), or leave it out, to continue."
             )
-        self._epoch_set_at = next(numbers)
 
     def finished(
         self,
@@ -499,7 +499,7 @@ class Run:
             epoch,
             sample,
             self.skips(start),
-            is_balanced=self._source.costs is not None,
+            is_balanced=self._source.batches.balance_rows is not None,
         )
 
     def certificate(self) -> Certificate:

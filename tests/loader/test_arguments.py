@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import sys
 
 import numpy as np
@@ -18,6 +19,7 @@ from paddle_shard.errors import (
     BatchStructureError,
     StateError,
 )
+from paddle_shard.testing.simulated import simulated_rank
 from tests.helpers import ONE, Made, sharded
 
 
@@ -135,6 +137,41 @@ def test_parts_of_a_mixture_are_chosen_for_all_of_it():
             ArgumentError, match="num_parts must be an int >= 1"
         ):
             Stream.of(range(8)).in_parts(number)
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "dims", "auto_dp", "says"),
+    [
+        (["mp", "dp"], (1, 2), None, False, True),
+        (["data"], (2,), None, False, True),
+        (["dp"], (1,), None, False, False),
+        (["mp"], (2,), None, False, False),
+        (["dp"], (2,), "dp", False, False),
+        (["dp", "mp"], (2, 2), "mp", False, False),
+        (["dp"], (2,), None, True, False),
+    ],
+)
+def test_axis_of_data_that_splits_nothing_is_said_once(
+    names, shape, dims, auto_dp, says, caplog, monkeypatch
+):
+    monkeypatch.setattr(warn_once, "_WARNED", set())
+    monkeypatch.setattr(
+        "paddle_shard.loader.api.in_auto_dp_mode", lambda: auto_dp
+    )
+    mesh = dist.ProcessMesh(
+        np.arange(math.prod(shape)).reshape(shape), dim_names=names
+    )
+    for _ in range(2):
+        sharded(DataLoader(Made(), batch_size=4), mesh, dims=dims)
+    with simulated_rank(1, 2):
+        sharded(DataLoader(Made(), batch_size=4), mesh, dims=dims)
+
+    assert (
+        caplog.text.count(
+            "get the same rows, the whole of each batch. shard_dims='d"
+        )
+        == says
+    )
 
 
 @pytest.mark.parametrize("state", [{}, {"epoch": 0, "step": 3}, None, [1]])
