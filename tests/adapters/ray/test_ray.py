@@ -239,7 +239,7 @@ def test_ray_data_set_that_cannot_be_sent_fails_the_first_step():
 
     with pytest.raises(
         DataReadError,
-        match="the readers cannot be started: TypeError: .*pickle",
+        match="the actors cannot be started: TypeError: .*pickle",
     ):
         read(loader_of(data, RayReaders(num=2), {}, {}))
 
