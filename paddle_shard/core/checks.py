@@ -111,14 +111,6 @@ def did_you_mean(name: object, names: Iterable[str]) -> str:
     return "".join(f" Did you mean {match!r}?" for match in close)
 
 
-def argument_hint(name: object, names: Iterable[str]) -> str:
-    """Return the fix for an argument that does not exist: the name that is most like it, or all names."""
-    names = list(names)
-    return (
-        did_you_mean(name, names) or f" Its arguments are {', '.join(names)}."
-    )
-
-
 def listed(values: Sequence[object], most: int = 12) -> str:
     """Return the first `most` values, separated by commas, with dots if there are more."""
     return ", ".join(map(str, values[:most])) + (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -63,12 +61,6 @@ _NEVER_THE_SAME = (
     "samples of %s are not the same each time they are read, so ranks, or a run that is resumed, may hold other data. "
     "Use the global random generators of numpy, Python, Paddle or torch, which are seeded for each sample."
 )
-_WAITS = (
-    "reading a sample of %s takes %s ms, and waits for a file or a network. With readers=paddle_shard.Threads(16), a "
-    "process reads 16 samples at the same time, if the data set allows dataset[i] in several threads."
-)
-_LONG = 0.002
-"""Seconds of a read from which on that is logged."""
 
 
 class Reader:
@@ -234,26 +226,6 @@ class IdReader(Reader):
         self.owns_arrays = (
             collate_fn is None and stacks and not how.items_are_batches
         )
-
-    def read(
-        self, request: Any, worker: int | None, *, is_first: bool = False
-    ) -> Any:
-        """See `Reader`. If the first batch waits, say how samples can be read at the same time."""
-        reads_alone = self._read_many is None and not self.num_threads
-        if not is_first or worker or not reads_alone:
-            return super().read(request, worker, is_first=is_first)
-        start = time.perf_counter()
-        before = resource.getrusage(resource.RUSAGE_THREAD)
-        answer = super().read(request, worker, is_first=True)
-        seconds = (time.perf_counter() - start) / max(1, len(request.ids))
-        after = resource.getrusage(resource.RUSAGE_THREAD)
-        # On a busy host, a read that computes takes long, too, but it does not give the processor away.
-        waits = after.ru_nvcsw - before.ru_nvcsw >= len(request.ids)
-        if seconds > _LONG and waits and not self.rng.seeds:
-            warn_once(
-                _WAITS, type(self.dataset).__name__, f"{1e3 * seconds:.0f}"
-            )
-        return answer
 
     def begin(self, request: Step) -> None:
         """See `Reader`."""
