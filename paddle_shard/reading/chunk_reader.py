@@ -259,12 +259,9 @@ class ChunkReader(Reader):
         if not self._how.skip_errors:
             return self._collate(samples), []
         parts = request.opening.parts
-        failed = {
-            row: sample.why
-            for row, sample in enumerate(samples)
-            if isinstance(sample, Unreadable)
-        }
-        if len(failed) == len(samples) and self._placeholder is None:
+        if self._placeholder is None and all(
+            isinstance(sample, Unreadable) for sample in samples
+        ):
             with contextlib.suppress(LookupError):
                 self._placeholder = self._padding.of(parts[0])
 
@@ -274,7 +271,7 @@ class ChunkReader(Reader):
                 parts[part], request.position + number, request
             )
 
-        return self._collated(samples, failed, name_of)
+        return self._collated(samples, name_of)
 
     def _columns(self, request: ChunkRequest) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +24,9 @@ from paddle_shard.core.trees import leaves, map_leaves
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.arrays import ArrayDataset
 from paddle_shard.data.sample_rng import SampleRng
+from paddle_shard.data.stages.stage import Unreadable
 from paddle_shard.errors import described
-from paddle_shard.plan.seeding import derive_seed, mix
+from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
@@ -164,29 +166,61 @@ class Reader:
         """Add to the action which sample of the request has failed."""
 
     def _collated(
-        self,
-        samples: Sequence[Any],
-        failed: dict[int, str],
-        name_of: Callable[[int], str],
+        self, samples: Sequence[Any], name_of: Callable[[int], str]
     ) -> tuple[Any, list[tuple[int, str]]]:
-        """Return the batch of some samples, and (row, reason) of those that could not be read (`on_error="skip"`).
+        """Return the batch of some samples, and (row, reason) of those that another one replaces (`on_error="skip"`).
 
         Args:
-            samples: One for each row.
-            failed: Row -> why its sample could not be read.
+            samples: One for each row; an `Unreadable` if it could not be read.
             name_of: Returns the name of a row's sample, for messages.
+
+        Raises:
+            ValueError: No sample can be read; or samples that can each be collated alone do not fit together, which is
+                an error of the data or of the collate function that skipping would hide.
         """
-        value = collate_skipping(
-            samples, failed, self._collate, _zeros_like(self._placeholder)
-        )
-        readable = (
-            sample for row, sample in enumerate(samples) if row not in failed
-        )
-        self._placeholder = next(readable, self._placeholder)
-        rows = sorted(failed.items())
-        return value, [
-            (row, f"{name_of(row)}: {reason}") for row, reason in rows
+        rows = self._filled(samples)
+        try:
+            value = self._collate(rows)
+        except Exception as error:
+            # The error is not kept: its frames hold the iterator, which would not end.
+            reason = described(error).removeprefix("ValueError: ").rstrip(".")
+        else:
+            self._placeholder = rows[0]
+            return value, [
+                (row, f"{name_of(row)}: {sample.why}")
+                for row, sample in enumerate(samples)
+                if isinstance(sample, Unreadable)
+            ]
+        collatable = list(map(self._collated_alone, samples))
+        if all(map(is_, collatable, samples)):
+            raise ValueError(
+                f"{reason}. Each sample can be collated alone, but they do not fit together. on_error='skip' skips "
+                "samples that raise; rows that differ in shape or fields are an error. Mend them in the data set or in "
+                "the collate_fn."
+            )
+        return self._collated(collatable, name_of)
+
+    def _filled(self, samples: Sequence[Any]) -> list[Any]:
+        """Return samples of which a readable one, or else the placeholder, replaces those that are not."""
+        readable = [x for x in samples if not isinstance(x, Unreadable)]
+        if not readable:
+            if self._placeholder is None:
+                raise ValueError(
+                    f"{samples[0].why}; and no sample was read yet that could replace it"
+                )
+            readable = [_zeros_like(self._placeholder)]
+        return [
+            readable[0] if isinstance(x, Unreadable) else x for x in samples
         ]
+
+    def _collated_alone(self, sample: Any) -> Any:
+        """Return a sample, or an `Unreadable` if it cannot be collated alone."""
+        if not isinstance(sample, Unreadable):
+            try:
+                self._collate([sample])
+            except Exception as error:
+                return Unreadable(described(error))
+        return sample
 
     def _whole_batch(self, item: Any) -> Any:
         """Return the batch of an item that is a whole batch."""
@@ -249,9 +283,7 @@ class IdReader(Reader):
         digests = []
         for _ in range(2):
             with self.rng.reading(look=False, keep=True):
-                self.rng.seed(
-                    _seed_of(_key_of("sample", self._how.seed, 0), sample)
-                )
+                self.rng.seed(_key_of("sample", self._how.seed, 0), sample)
                 try:
                     digests.append(digest(self.dataset[sample], 0, WHOLE))
                 except Exception:  # it is raised when it is its turn
@@ -283,7 +315,7 @@ class IdReader(Reader):
         """Read with the `__getitems__` of the data set, and collate."""
         assert self._read_many is not None
         self._action = f"reading {len(ids)} samples at once"
-        self.rng.seed(_seed_of(key, ids[0]))
+        self.rng.seed(key, ids[0])
         takes_arrays = isinstance(self.dataset, ArrayDataset)
         samples = self._read_many(step.ids if takes_arrays else ids)
         is_list = isinstance(samples, list)
@@ -307,7 +339,6 @@ class IdReader(Reader):
     def _one_by_one(self, step: Step, ids: Sequence[Any], key: int) -> Chunk:
         """Read sample after sample, and collate."""
         samples: list[Any] = []
-        failed: dict[int, str] = {}
         get_sample = self.dataset.__getitem__
         seeds = self.rng.seeds
         if self.num_threads and not seeds:
@@ -318,12 +349,11 @@ class IdReader(Reader):
         skipped_errors: Any = Exception if self._how.skip_errors else ()
         for index in ids:
             if seeds:
-                self.rng.seed(_seed_of(key, index))
+                self.rng.seed(key, index)
             try:
                 samples.append(get_sample(index))
             except skipped_errors as error:
-                failed[len(samples)] = described(error)
-                samples.append(None)
+                samples.append(Unreadable(described(error)))
             except BaseException:
                 self._index = self._name_of(index)
                 self._action = f"reading sample {self._index!r}"
@@ -341,7 +371,7 @@ class IdReader(Reader):
         if not self._how.skip_errors:
             return Chunk(self._collate(samples))
         value, skipped = self._collated(
-            samples, failed, lambda row: f"sample {self._name_of(ids[row])!r}"
+            samples, lambda row: f"sample {self._name_of(ids[row])!r}"
         )
         return Chunk(value, skipped=skipped)
 
@@ -355,15 +385,8 @@ _key_of = lru_cache(maxsize=64)(derive_seed)
 rank."""
 
 
-def _seed_of(key: int, index: Any) -> int:
-    """Return the seed of a sample."""
-    return (
-        mix(key, index) if isinstance(index, int) else derive_seed(key, index)
-    )
-
-
 def _zeros_like(sample: Any) -> Any:
-    """Return a sample of the same structure whose arrays and tensors hold zeros; None for None."""
+    """Return a sample of the same structure whose arrays and tensors hold zeros."""
 
     def zeros(leaf: Any, _: str) -> Any:
         if isinstance(leaf, np.ndarray | np.generic):
@@ -404,55 +427,3 @@ def _stack_tensors(samples: Sequence[Any], path: str) -> Any:
     ):
         return paddle.stack(list(samples))
     return stack([as_array(sample) for sample in samples], path)
-
-
-def collate_skipping(
-    samples: Sequence[Any],
-    failed: dict[int, str],
-    collate: Callable[[list[Any]], Any],
-    placeholder: Any,
-) -> Any:
-    """Return a batch of samples; another sample replaces each one that cannot be read or collated.
-
-    Args:
-        samples: One for each row; those of rows in `failed` are not used.
-        failed: Row -> why its sample could not be read. Rows whose samples cannot be collated alone are added.
-        collate: Makes a batch of a list of samples.
-        placeholder: Replaces the samples if none of the batch can be read; None: there is none.
-
-    Raises:
-        ValueError: No sample can be read; or samples that can each be collated alone do not fit together, which is an
-            error of the data or of the collate function that skipping would hide.
-    """
-
-    def filled() -> list[Any]:
-        readable = [row for row in range(len(samples)) if row not in failed]
-        other = samples[readable[0]] if readable else placeholder
-        if other is None:
-            reason = next(iter(failed.values()))
-            raise ValueError(
-                f"{reason}; and no sample was read yet that could replace it"
-            ) from None
-        return [
-            other if row in failed else one for row, one in enumerate(samples)
-        ]
-
-    rows = filled()
-    try:
-        return collate(rows)
-    except Exception as error:
-        # The error is not kept: its frames hold the iterator, which would not end.
-        reason = described(error).removeprefix("ValueError: ").rstrip(".")
-    num_failed = len(failed)
-    for row, sample in enumerate(samples):
-        if row not in failed:
-            try:
-                collate([sample])
-            except Exception as error:
-                failed[row] = described(error)
-    if len(failed) > num_failed:
-        return collate(filled())
-    raise ValueError(
-        f"{reason}. Each sample can be collated alone, but they do not fit together. on_error='skip' skips samples "
-        "that raise; rows that differ in shape or fields are an error. Mend them in the data set or in the collate_fn."
-    )
