@@ -17,7 +17,7 @@ from paddle.framework import core
 
 from paddle_shard.core import forks
 from paddle_shard.core.warn_once import caller_level
-from paddle_shard.errors import DifferentDataError, PaddleShardError
+from paddle_shard.errors import PaddleShardError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch, Chunk, Even, joined
@@ -110,12 +110,6 @@ class _ReadingExecutor(Executor):
             for _, reason in answer.skipped:
                 _log.warning("skipped %s", reason, stacklevel=caller_level())
             chunks.append(answer)
-        if len(chunks) > 1 and len({chunk.digest for chunk in chunks}) > 1:
-            raise DifferentDataError(
-                f"step {step.number}: the workers of this rank have read different data, though each reads the "
-                "same stream and keeps its own rows. Seed what draws random numbers in it alike in all of them. "
-                "Leave a split among the workers (by worker_init_fn, or by their number) to this loader."
-            )
         try:
             batch = joined(step, chunks, self._places, self._even)
             if step.parts and step.parts[0].whole_items:
