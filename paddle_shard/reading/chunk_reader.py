@@ -15,7 +15,6 @@ import numpy as np
 
 from paddle_shard.data.stages.cut import FAILED_AT, Stripe
 from paddle_shard.data.stages.stage import (
-    WHOLE,
     Opening,
     Stage,
     Stated,
@@ -127,8 +126,8 @@ class ChunkReader(Reader):
         self._pass_number: int | None = None
         self._parts: Sequence[Iterator[Any]] = []
         """For each part its samples, or if parts are repeated, pairs of the round and the sample."""
-        self._padding = Padding(stage, WHOLE)
-        self._digests = TurnDigests()
+        self._padding: Padding
+        self._digests: TurnDigests
         self._state: Any = None
 
     def read(
@@ -348,9 +347,7 @@ class Padding:
     other readers' parts, the stream is opened again.
     """
 
-    def __init__(
-        self, stage: Stage, opening: Opening, *, whole: bool = False
-    ) -> None:
+    def __init__(self, stage: Stage, opening: Opening, *, whole: bool) -> None:
         """Set up; nothing is opened yet.
 
         Args:
