@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -133,8 +133,9 @@ class Reader:
         try:
             answer = self._rows(request)
             if self.uses_paddle is None:
-                self.uses_paddle = self.makes_tensors or _has_tensors(
-                    answer.value
+                self.uses_paddle = self.makes_tensors or any(
+                    isinstance(leaf, paddle.Tensor)
+                    for leaf in leaves(answer.value)
                 )
             return answer
         except KeyboardInterrupt:
@@ -237,11 +238,11 @@ class IdReader(Reader):
         how: HowToRead,
     ) -> None:
         """See `Reader`."""
+        super().__init__(dataset, collate_fn, how)
         in_memory = type(dataset) is ArrayDataset and dataset.gathers
         if in_memory and collate_fn is None:
             # Arrays in memory use no generator, so nothing has to be looked at.
-            how = replace(how, generators=())
-        super().__init__(dataset, collate_fn, how)
+            self.rng = SampleRng(())
         self._read_many = getattr(dataset, "__getitems__", None)
         if how.items_are_batches:
             self._read_many = None
@@ -254,8 +255,8 @@ class IdReader(Reader):
         if self._read_many is None:
             self.num_threads = how.num_threads
         self._threads = SampleThreads(self.num_threads)
-        self._begun: dict[tuple[int, int], list[Future[Any]]] = {}
-        """(epoch, step) -> the samples that threads read for it."""
+        self._begun: dict[int, list[Future[Any]]] = {}
+        """Step of the epoch iterator -> the samples that threads read for it."""
         stacks = self._read_many is None or in_memory
         self.owns_arrays = (
             collate_fn is None and stacks and not how.items_are_batches
@@ -263,12 +264,15 @@ class IdReader(Reader):
 
     def begin(self, request: Step) -> None:
         """See `Reader`."""
-        key = (request.epoch, request.number)
-        if self.num_threads and not self.rng.seeds and key not in self._begun:
+        number = request.number
+        is_begun = number in self._begun
+        if self.num_threads and not (self.rng.seeds or is_begun):
             ids = request.ids
             if isinstance(ids, np.ndarray):
                 ids = ids.tolist()
-            self._begun[key] = self._threads.read(self.dataset.__getitem__, ids)
+            self._begun[number] = self._threads.read(
+                self.dataset.__getitem__, ids
+            )
 
     def close(self) -> None:
         """See `Reader`."""
@@ -343,7 +347,7 @@ class IdReader(Reader):
         seeds = self.rng.seeds
         if self.num_threads and not seeds:
             self.begin(step)
-            begun = self._begun.pop((step.epoch, step.number))
+            begun = self._begun.pop(step.number)
             results = map(Future.result, begun)
             get_sample = lambda _: next(results)  # noqa: E731
         skipped_errors: Any = Exception if self._how.skip_errors else ()
@@ -374,10 +378,6 @@ class IdReader(Reader):
             samples, lambda row: f"sample {self._name_of(ids[row])!r}"
         )
         return Chunk(value, skipped=skipped)
-
-
-def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, paddle.Tensor) for leaf in leaves(value))
 
 
 _key_of = lru_cache(maxsize=64)(derive_seed)
