@@ -208,9 +208,9 @@ class ChunkReader(Reader):
 
         # Rows of the batch, micro-batch by micro-batch: (number of the part here, sample of the step).
         places = _row_places(len(parts), size, request.plan.stripe)
-        padding = [False] * len(places)
+        padding = bytes(len(places))
         if not is_whole:
-            padding = [row >= num_read[part] for part, row in places]
+            padding = bytes(row >= num_read[part] for part, row in places)
         value = None
         skipped: list[tuple[int, str]] = []
         if is_whole or min(map(len, columns)) == size:  # else rows are missing
@@ -235,7 +235,7 @@ class ChunkReader(Reader):
             digest = self._digests.until(last)
         return Chunk(
             value,
-            None if is_known else bytes(padding),
+            None if is_known else padding,
             has_new,
             state,
             skipped,

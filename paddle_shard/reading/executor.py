@@ -158,7 +158,7 @@ class InlineExecutor(_ReadingExecutor):
         reader = self._reader
         if self.has_static_program and reader.uses_paddle is not False:
             return False
-        if reader.rng.seeds or (self._is_first and reader.rng.looks):
+        if reader.rng.seeds:
             return False
         return not reader.makes_tensors or isinstance(
             _current_expected_place_(), core.CPUPlace
@@ -167,9 +167,10 @@ class InlineExecutor(_ReadingExecutor):
     def submit(self, step: Step) -> None:
         """See `Executor`."""
         self._steps.append(step)
-        # Enough steps that all threads are busy while one step is taken.
-        self.depth = 1 + -(-self._reader.num_threads // max(1, len(step.ids)))
-        if self._reader.num_threads and not self._is_first:
+        num_threads = self._reader.num_threads
+        if num_threads:
+            # Enough steps that all threads are busy while one step is taken.
+            self.depth = 1 + -(-num_threads // max(1, len(step.ids)))
             self._reader.begin(step)
 
     def take(self, *, in_thread: bool = False) -> Batch:
