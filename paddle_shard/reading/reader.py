@@ -363,11 +363,9 @@ class IdReader(Reader):
                 self._action = f"reading sample {self._index!r}"
                 raise
         if self.makes_tensors is None:
-            tensors = [
-                x for x in leaves(samples[0]) if isinstance(x, paddle.Tensor)
-            ]
             self.makes_tensors = any(
-                tensor.place.is_cpu_place() for tensor in tensors
+                isinstance(leaf, paddle.Tensor) and leaf.place.is_cpu_place()
+                for leaf in leaves(samples[0])
             )
         self._begin_collating(step, len(samples))
         if self._how.items_are_batches:
