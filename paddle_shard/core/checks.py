@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -98,17 +97,6 @@ def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ArgumentError(f"{name} must be True or False, got {value!r}.")
     return value
-
-
-def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """Return " Did you mean ...?" with the name that is most like another one; "" if none is.
-
-    Examples:
-        >>> did_you_mean("shufle", ["seed", "shuffle"]), did_you_mean("x", ["seed"])
-        (" Did you mean 'shuffle'?", '')
-    """
-    close = get_close_matches(str(name), list(names), 1)
-    return "".join(f" Did you mean {match!r}?" for match in close)
 
 
 def listed(values: Sequence[object], most: int = 12) -> str:
