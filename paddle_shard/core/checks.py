@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -98,25 +97,6 @@ def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ArgumentError(f"{name} must be True or False, got {value!r}.")
     return value
-
-
-def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """Return " Did you mean ...?" with the name that is most like another one; "" if none is.
-
-    Examples:
-        >>> did_you_mean("shufle", ["seed", "shuffle"]), did_you_mean("x", ["seed"])
-        (" Did you mean 'shuffle'?", '')
-    """
-    close = get_close_matches(str(name), list(names), 1)
-    return "".join(f" Did you mean {match!r}?" for match in close)
-
-
-def argument_hint(name: object, names: Iterable[str]) -> str:
-    """Return the fix for an argument that does not exist: the name that is most like it, or all names."""
-    names = list(names)
-    return (
-        did_you_mean(name, names) or f" Its arguments are {', '.join(names)}."
-    )
 
 
 def listed(values: Sequence[object], most: int = 12) -> str:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from paddle_shard.core.randomness import Generator, restore, states
-from paddle_shard.plan.seeding import mix
+from paddle_shard.plan.seeding import derive_seed, mix
 
 
 class SampleRng:
@@ -39,11 +39,14 @@ class SampleRng:
         """The generators' marks at the beginning or after the last seeding, while a batch is looked at; None once they
         were used."""
 
-    def seed(self, key: int, number: int | None = None) -> None:
-        """Seed the generators with a key in [0, 2^64), or for a number under that key, if samples use them."""
+    def seed(self, key: int, index: Any = None) -> None:
+        """Seed the generators with a key in [0, 2^64), or for an index under that key, if samples use them."""
         if not self.seeds:
             return
-        seed = key if number is None else mix(key, number)
+        seed = key
+        if index is not None:
+            is_number = isinstance(index, int)
+            seed = mix(key, index) if is_number else derive_seed(key, index)
         self._look()
         for generator in self._generators:
             generator.seed(seed)

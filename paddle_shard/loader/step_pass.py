@@ -334,7 +334,7 @@ class StepPass:
         if feed.failure is not None and feed.num_submitted == self._taken:
             raise feed.failure
         batch = self._executor.take(in_thread=in_thread)
-        if batch.profile is not None:
+        if batch.profile:
             self._profiler.merge(batch.profile)
         batch.is_first = self._taken == 0
         self._taken += 1

@@ -11,6 +11,7 @@ import numpy as np
 
 from paddle_shard.core.collate import Texts
 from paddle_shard.core.trees import is_sequence, rebuild
+from paddle_shard.errors import DifferentDataError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Ids, Mask, SamplerStep, Step
 from paddle_shard.reading.tensors import arrays_of, as_array, dtype_of
@@ -29,8 +30,8 @@ class Chunk(NamedTuple):
     """State to resume after this step, if the source has a state of its own."""
     skipped: Sequence[tuple[int, str]] = ()
     """(row, reason) of samples that could not be read. Such a row holds the data of another sample."""
-    profile: Sequence[str] | None = None
-    """Samples of the worker's work since its last answer, a category each (`reading/profile.py`); None: not sampled."""
+    profile: Sequence[str] = ()
+    """Samples of the worker's work since its last answer, a category each (`reading/profile.py`)."""
     digest: int = 0
     """Digest of what all readers of the stream have read up to here; 0 if each reads its own data."""
 
@@ -60,8 +61,8 @@ class Batch:
     """True if nothing else refers to its arrays, so that tensors may share their memory."""
     is_first: bool = False
     """True for the first step of its epoch iterator."""
-    profile: Sequence[str] | None = None
-    """Samples of a worker's work while it read the batch, a category each; None: there are none."""
+    profile: Sequence[str] = ()
+    """Samples of a worker's work while it read the batch, a category each."""
     finish: Callable[[], Any] | None = None
     """Returns the placed value, if that is left to the thread of the training loop; None: it is placed."""
     num_valid: int = 0
@@ -167,11 +168,18 @@ def joined(
         even: Pads the rows of several chunks to one length; None: they must be alike.
 
     Raises:
+        DifferentDataError: The readers of one stream have read different data.
         ValueError: The chunks differ in structure or in the shape of a row; the text says where.
     """
-    chunk = (
-        chunks[0] if len(chunks) == 1 else _joined_chunk(chunks, places, even)
-    )
+    chunk = chunks[0]
+    if len(chunks) > 1:
+        if any(other.digest != chunk.digest for other in chunks):
+            raise DifferentDataError(
+                f"step {step.number}: the workers of this rank have read different data, though each reads the "
+                "same stream and keeps its own rows. Seed what draws random numbers in it alike in all of them. "
+                "Leave a split among the workers (by worker_init_fn, or by their number) to this loader."
+            )
+        chunk = _joined_chunk(chunks, places, even)
     if chunk.state is not None:
         step = step._replace(sampler=SamplerStep(state=chunk.state))
     is_padding = None if step.valid is None else ~step.valid
@@ -211,9 +219,7 @@ def _joined_chunk(
         value=take_rows(values, sizes, order, even) if is_filled else None,
         is_padding=is_padding,
         has_new=any(chunk.has_new for chunk in chunks),
-        profile=next(
-            (chunk.profile for chunk in chunks if chunk.profile), None
-        ),
+        profile=next((chunk.profile for chunk in chunks if chunk.profile), ()),
         skipped=[
             (int(place[row]), reason)
             for chunk, place in zip(chunks, places, strict=True)

@@ -15,7 +15,6 @@ import numpy as np
 
 from paddle_shard.data.stages.cut import FAILED_AT, Stripe
 from paddle_shard.data.stages.stage import (
-    WHOLE,
     Opening,
     Stage,
     Stated,
@@ -127,8 +126,8 @@ class ChunkReader(Reader):
         self._pass_number: int | None = None
         self._parts: Sequence[Iterator[Any]] = []
         """For each part its samples, or if parts are repeated, pairs of the round and the sample."""
-        self._padding = Padding(stage, WHOLE)
-        self._digests = TurnDigests()
+        self._padding: Padding
+        self._digests: TurnDigests
         self._state: Any = None
 
     def read(
@@ -209,9 +208,9 @@ class ChunkReader(Reader):
 
         # Rows of the batch, micro-batch by micro-batch: (number of the part here, sample of the step).
         places = _row_places(len(parts), size, request.plan.stripe)
-        padding = [False] * len(places)
+        padding = bytes(len(places))
         if not is_whole:
-            padding = [row >= num_read[part] for part, row in places]
+            padding = bytes(row >= num_read[part] for part, row in places)
         value = None
         skipped: list[tuple[int, str]] = []
         if is_whole or min(map(len, columns)) == size:  # else rows are missing
@@ -236,7 +235,7 @@ class ChunkReader(Reader):
             digest = self._digests.until(last)
         return Chunk(
             value,
-            None if is_known else bytes(padding),
+            None if is_known else padding,
             has_new,
             state,
             skipped,
@@ -259,12 +258,9 @@ class ChunkReader(Reader):
         if not self._how.skip_errors:
             return self._collate(samples), []
         parts = request.opening.parts
-        failed = {
-            row: sample.why
-            for row, sample in enumerate(samples)
-            if isinstance(sample, Unreadable)
-        }
-        if len(failed) == len(samples) and self._placeholder is None:
+        if self._placeholder is None and all(
+            isinstance(sample, Unreadable) for sample in samples
+        ):
             with contextlib.suppress(LookupError):
                 self._placeholder = self._padding.of(parts[0])
 
@@ -274,7 +270,7 @@ class ChunkReader(Reader):
                 parts[part], request.position + number, request
             )
 
-        return self._collated(samples, failed, name_of)
+        return self._collated(samples, name_of)
 
     def _columns(self, request: ChunkRequest) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
@@ -351,9 +347,7 @@ class Padding:
     other readers' parts, the stream is opened again.
     """
 
-    def __init__(
-        self, stage: Stage, opening: Opening, *, whole: bool = False
-    ) -> None:
+    def __init__(self, stage: Stage, opening: Opening, *, whole: bool) -> None:
         """Set up; nothing is opened yet.
 
         Args:

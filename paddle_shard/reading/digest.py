@@ -18,6 +18,8 @@ _ITEMS = 64
 """Number of characters of a text that are looked at, at most; of elements of an array or list, less than twice that."""
 WHOLE = sys.maxsize
 """As many items as any leaf has."""
+_WITH_REPR = numbers.Number | np.generic | datetime.date | datetime.time | None
+"""Types whose `repr` tells the value."""
 
 
 def digest(value: Any, before: int = 0, most: int = _ITEMS) -> int:
@@ -37,15 +39,12 @@ def digest(value: Any, before: int = 0, most: int = _ITEMS) -> int:
                 value[key], zlib.crc32(repr(key).encode(), before), most
             )
         return before
-    if isinstance(value, np.ndarray) or _is_dense_tensor(value):
-        array = (
-            value
-            if isinstance(value, np.ndarray)
-            else np.asarray(value.numpy())
-        )
-        before = zlib.crc32(f"{array.shape}{array.dtype}".encode(), before)
-        some = array.reshape(-1)[:: max(1, array.size // most)]
-        if array.dtype.hasobject:
+    if _is_dense_tensor(value):
+        value = np.asarray(value.numpy())
+    if isinstance(value, np.ndarray):
+        before = zlib.crc32(f"{value.shape}{value.dtype}".encode(), before)
+        some = value.reshape(-1)[:: max(1, value.size // most)]
+        if value.dtype.hasobject:
             return digest(some.tolist(), before, most)
         return zlib.crc32(np.ascontiguousarray(some).tobytes(), before)
     if isinstance(value, str | bytes | bytearray):
@@ -60,14 +59,12 @@ def digest(value: Any, before: int = 0, most: int = _ITEMS) -> int:
         for item in value[:: max(1, len(value) // most)]:
             before = digest(item, before, most)
         return before
-    is_known = value is None or isinstance(
-        value, numbers.Number | np.generic | datetime.date | datetime.time
-    )
-    if not is_known and hasattr(value, "tobytes"):  # an image of PIL
+    # an image of PIL
+    if hasattr(value, "tobytes") and not isinstance(value, np.generic):
         return zlib.crc32(value.tobytes()[:most], before)
-    return zlib.crc32(
-        (repr(value) if is_known else type(value).__qualname__).encode(), before
-    )
+    is_known = isinstance(value, _WITH_REPR)
+    text = repr(value) if is_known else type(value).__qualname__
+    return zlib.crc32(text.encode(), before)
 
 
 def _is_dense_tensor(value: Any) -> bool:
@@ -79,7 +76,7 @@ def _is_dense_tensor(value: Any) -> bool:
 class TurnDigests:
     """Digests of what a reader has read of a stream that all readers read whole: of two samples of each turn."""
 
-    def __init__(self, turn_size: int = 1, *, apart: bool = False) -> None:
+    def __init__(self, turn_size: int, *, apart: bool) -> None:
         """Begin a pass.
 
         Args:

@@ -17,7 +17,7 @@ from paddle.framework import core
 
 from paddle_shard.core import forks
 from paddle_shard.core.warn_once import caller_level
-from paddle_shard.errors import DifferentDataError, PaddleShardError
+from paddle_shard.errors import PaddleShardError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch, Chunk, Even, joined
@@ -110,12 +110,6 @@ class _ReadingExecutor(Executor):
             for _, reason in answer.skipped:
                 _log.warning("skipped %s", reason, stacklevel=caller_level())
             chunks.append(answer)
-        if len(chunks) > 1 and len({chunk.digest for chunk in chunks}) > 1:
-            raise DifferentDataError(
-                f"step {step.number}: the workers of this rank have read different data, though each reads the "
-                "same stream and keeps its own rows. Seed what draws random numbers in it alike in all of them. "
-                "Leave a split among the workers (by worker_init_fn, or by their number) to this loader."
-            )
         try:
             batch = joined(step, chunks, self._places, self._even)
             if step.parts and step.parts[0].whole_items:
@@ -164,7 +158,7 @@ class InlineExecutor(_ReadingExecutor):
         reader = self._reader
         if self.has_static_program and reader.uses_paddle is not False:
             return False
-        if reader.rng.seeds or (self._is_first and reader.rng.looks):
+        if reader.rng.seeds:
             return False
         return not reader.makes_tensors or isinstance(
             _current_expected_place_(), core.CPUPlace
@@ -173,9 +167,10 @@ class InlineExecutor(_ReadingExecutor):
     def submit(self, step: Step) -> None:
         """See `Executor`."""
         self._steps.append(step)
-        # Enough steps that all threads are busy while one step is taken.
-        self.depth = 1 + -(-self._reader.num_threads // max(1, len(step.ids)))
-        if self._reader.num_threads and not self._is_first:
+        num_threads = self._reader.num_threads
+        if num_threads:
+            # Enough steps that all threads are busy while one step is taken.
+            self.depth = 1 + -(-num_threads // max(1, len(step.ids)))
             self._reader.begin(step)
 
     def take(self, *, in_thread: bool = False) -> Batch:

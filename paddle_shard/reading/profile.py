@@ -169,11 +169,9 @@ class Profiler:
         """Return whether a thread waits for data or reads it, and count in what."""
         stacks = self._stacks()
         if WORKER in stacks:
-            category = _category(_in_thread(stacks[WORKER]))
-            is_idle = category == TRANSPORT and stacks[WORKER][-1].co_name in (
-                "receive",
-                "wait",
-            )
+            stack = _in_thread(stacks[WORKER])
+            category = _category(stack)
+            is_idle = _is_blocked(stack, category)
             if not is_idle:
                 self._samples.append(category)
             return not is_idle
@@ -286,10 +284,8 @@ def _category(stack: list[CodeType]) -> str:
 
 def _is_blocked(stack: list[CodeType], category: str) -> bool:
     """Return whether a thread waits for another thread or process of this rank."""
-    return stack[-1].co_name in ("wait", "__next__") and category in (
-        TRANSPORT,
-        LOADER,
-    )
+    is_in_wait = stack[-1].co_name in ("wait", "receive", "__next__")
+    return is_in_wait and category in (TRANSPORT, LOADER)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import resource
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +24,9 @@ from paddle_shard.core.trees import leaves, map_leaves
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.arrays import ArrayDataset
 from paddle_shard.data.sample_rng import SampleRng
+from paddle_shard.data.stages.stage import Unreadable
 from paddle_shard.errors import described
-from paddle_shard.plan.seeding import derive_seed, mix
+from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
@@ -63,12 +63,6 @@ _NEVER_THE_SAME = (
     "samples of %s are not the same each time they are read, so ranks, or a run that is resumed, may hold other data. "
     "Use the global random generators of numpy, Python, Paddle or torch, which are seeded for each sample."
 )
-_WAITS = (
-    "reading a sample of %s takes %s ms, and waits for a file or a network. With readers=paddle_shard.Threads(16), a "
-    "process reads 16 samples at the same time, if the data set allows dataset[i] in several threads."
-)
-_LONG = 0.002
-"""Seconds of a read from which on that is logged."""
 
 
 class Reader:
@@ -139,8 +133,9 @@ class Reader:
         try:
             answer = self._rows(request)
             if self.uses_paddle is None:
-                self.uses_paddle = self.makes_tensors or _has_tensors(
-                    answer.value
+                self.uses_paddle = self.makes_tensors or any(
+                    isinstance(leaf, paddle.Tensor)
+                    for leaf in leaves(answer.value)
                 )
             return answer
         except KeyboardInterrupt:
@@ -172,29 +167,61 @@ class Reader:
         """Add to the action which sample of the request has failed."""
 
     def _collated(
-        self,
-        samples: Sequence[Any],
-        failed: dict[int, str],
-        name_of: Callable[[int], str],
+        self, samples: Sequence[Any], name_of: Callable[[int], str]
     ) -> tuple[Any, list[tuple[int, str]]]:
-        """Return the batch of some samples, and (row, reason) of those that could not be read (`on_error="skip"`).
+        """Return the batch of some samples, and (row, reason) of those that another one replaces (`on_error="skip"`).
 
         Args:
-            samples: One for each row.
-            failed: Row -> why its sample could not be read.
+            samples: One for each row; an `Unreadable` if it could not be read.
             name_of: Returns the name of a row's sample, for messages.
+
+        Raises:
+            ValueError: No sample can be read; or samples that can each be collated alone do not fit together, which is
+                an error of the data or of the collate function that skipping would hide.
         """
-        value = collate_skipping(
-            samples, failed, self._collate, _zeros_like(self._placeholder)
-        )
-        readable = (
-            sample for row, sample in enumerate(samples) if row not in failed
-        )
-        self._placeholder = next(readable, self._placeholder)
-        rows = sorted(failed.items())
-        return value, [
-            (row, f"{name_of(row)}: {reason}") for row, reason in rows
+        rows = self._filled(samples)
+        try:
+            value = self._collate(rows)
+        except Exception as error:
+            # The error is not kept: its frames hold the iterator, which would not end.
+            reason = described(error).removeprefix("ValueError: ").rstrip(".")
+        else:
+            self._placeholder = rows[0]
+            return value, [
+                (row, f"{name_of(row)}: {sample.why}")
+                for row, sample in enumerate(samples)
+                if isinstance(sample, Unreadable)
+            ]
+        collatable = list(map(self._collated_alone, samples))
+        if all(map(is_, collatable, samples)):
+            raise ValueError(
+                f"{reason}. Each sample can be collated alone, but they do not fit together. on_error='skip' skips "
+                "samples that raise; rows that differ in shape or fields are an error. Mend them in the data set or in "
+                "the collate_fn."
+            )
+        return self._collated(collatable, name_of)
+
+    def _filled(self, samples: Sequence[Any]) -> list[Any]:
+        """Return samples of which a readable one, or else the placeholder, replaces those that are not."""
+        readable = [x for x in samples if not isinstance(x, Unreadable)]
+        if not readable:
+            if self._placeholder is None:
+                raise ValueError(
+                    f"{samples[0].why}; and no sample was read yet that could replace it"
+                )
+            readable = [_zeros_like(self._placeholder)]
+        return [
+            readable[0] if isinstance(x, Unreadable) else x for x in samples
         ]
+
+    def _collated_alone(self, sample: Any) -> Any:
+        """Return a sample, or an `Unreadable` if it cannot be collated alone."""
+        if not isinstance(sample, Unreadable):
+            try:
+                self._collate([sample])
+            except Exception as error:
+                return Unreadable(described(error))
+        return sample
 
     def _whole_batch(self, item: Any) -> Any:
         """Return the batch of an item that is a whole batch."""
@@ -211,11 +238,11 @@ class IdReader(Reader):
         how: HowToRead,
     ) -> None:
         """See `Reader`."""
+        super().__init__(dataset, collate_fn, how)
         in_memory = type(dataset) is ArrayDataset and dataset.gathers
         if in_memory and collate_fn is None:
             # Arrays in memory use no generator, so nothing has to be looked at.
-            how = replace(how, generators=())
-        super().__init__(dataset, collate_fn, how)
+            self.rng = SampleRng(())
         self._read_many = getattr(dataset, "__getitems__", None)
         if how.items_are_batches:
             self._read_many = None
@@ -228,41 +255,24 @@ class IdReader(Reader):
         if self._read_many is None:
             self.num_threads = how.num_threads
         self._threads = SampleThreads(self.num_threads)
-        self._begun: dict[tuple[int, int], list[Future[Any]]] = {}
-        """(epoch, step) -> the samples that threads read for it."""
+        self._begun: dict[int, list[Future[Any]]] = {}
+        """Step of the epoch iterator -> the samples that threads read for it."""
         stacks = self._read_many is None or in_memory
         self.owns_arrays = (
             collate_fn is None and stacks and not how.items_are_batches
         )
 
-    def read(
-        self, request: Any, worker: int | None, *, is_first: bool = False
-    ) -> Any:
-        """See `Reader`. If the first batch waits, say how samples can be read at the same time."""
-        reads_alone = self._read_many is None and not self.num_threads
-        if not is_first or worker or not reads_alone:
-            return super().read(request, worker, is_first=is_first)
-        start = time.perf_counter()
-        before = resource.getrusage(resource.RUSAGE_THREAD)
-        answer = super().read(request, worker, is_first=True)
-        seconds = (time.perf_counter() - start) / max(1, len(request.ids))
-        after = resource.getrusage(resource.RUSAGE_THREAD)
-        # On a busy host, a read that computes takes long, too, but it does not give the processor away.
-        waits = after.ru_nvcsw - before.ru_nvcsw >= len(request.ids)
-        if seconds > _LONG and waits and not self.rng.seeds:
-            warn_once(
-                _WAITS, type(self.dataset).__name__, f"{1e3 * seconds:.0f}"
-            )
-        return answer
-
     def begin(self, request: Step) -> None:
         """See `Reader`."""
-        key = (request.epoch, request.number)
-        if self.num_threads and not self.rng.seeds and key not in self._begun:
+        number = request.number
+        is_begun = number in self._begun
+        if self.num_threads and not (self.rng.seeds or is_begun):
             ids = request.ids
             if isinstance(ids, np.ndarray):
                 ids = ids.tolist()
-            self._begun[key] = self._threads.read(self.dataset.__getitem__, ids)
+            self._begun[number] = self._threads.read(
+                self.dataset.__getitem__, ids
+            )
 
     def close(self) -> None:
         """See `Reader`."""
@@ -277,9 +287,7 @@ class IdReader(Reader):
         digests = []
         for _ in range(2):
             with self.rng.reading(look=False, keep=True):
-                self.rng.seed(
-                    _seed_of(_key_of("sample", self._how.seed, 0), sample)
-                )
+                self.rng.seed(_key_of("sample", self._how.seed, 0), sample)
                 try:
                     digests.append(digest(self.dataset[sample], 0, WHOLE))
                 except Exception:  # it is raised when it is its turn
@@ -311,7 +319,7 @@ class IdReader(Reader):
         """Read with the `__getitems__` of the data set, and collate."""
         assert self._read_many is not None
         self._action = f"reading {len(ids)} samples at once"
-        self.rng.seed(_seed_of(key, ids[0]))
+        self.rng.seed(key, ids[0])
         takes_arrays = isinstance(self.dataset, ArrayDataset)
         samples = self._read_many(step.ids if takes_arrays else ids)
         is_list = isinstance(samples, list)
@@ -335,33 +343,29 @@ class IdReader(Reader):
     def _one_by_one(self, step: Step, ids: Sequence[Any], key: int) -> Chunk:
         """Read sample after sample, and collate."""
         samples: list[Any] = []
-        failed: dict[int, str] = {}
         get_sample = self.dataset.__getitem__
         seeds = self.rng.seeds
         if self.num_threads and not seeds:
             self.begin(step)
-            begun = self._begun.pop((step.epoch, step.number))
+            begun = self._begun.pop(step.number)
             results = map(Future.result, begun)
             get_sample = lambda _: next(results)  # noqa: E731
         skipped_errors: Any = Exception if self._how.skip_errors else ()
         for index in ids:
             if seeds:
-                self.rng.seed(_seed_of(key, index))
+                self.rng.seed(key, index)
             try:
                 samples.append(get_sample(index))
             except skipped_errors as error:
-                failed[len(samples)] = described(error)
-                samples.append(None)
+                samples.append(Unreadable(described(error)))
             except BaseException:
                 self._index = self._name_of(index)
                 self._action = f"reading sample {self._index!r}"
                 raise
         if self.makes_tensors is None:
-            tensors = [
-                x for x in leaves(samples[0]) if isinstance(x, paddle.Tensor)
-            ]
             self.makes_tensors = any(
-                tensor.place.is_cpu_place() for tensor in tensors
+                isinstance(leaf, paddle.Tensor) and leaf.place.is_cpu_place()
+                for leaf in leaves(samples[0])
             )
         self._begin_collating(step, len(samples))
         if self._how.items_are_batches:
@@ -369,13 +373,9 @@ class IdReader(Reader):
         if not self._how.skip_errors:
             return Chunk(self._collate(samples))
         value, skipped = self._collated(
-            samples, failed, lambda row: f"sample {self._name_of(ids[row])!r}"
+            samples, lambda row: f"sample {self._name_of(ids[row])!r}"
         )
         return Chunk(value, skipped=skipped)
-
-
-def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, paddle.Tensor) for leaf in leaves(value))
 
 
 _key_of = lru_cache(maxsize=64)(derive_seed)
@@ -383,15 +383,8 @@ _key_of = lru_cache(maxsize=64)(derive_seed)
 rank."""
 
 
-def _seed_of(key: int, index: Any) -> int:
-    """Return the seed of a sample."""
-    return (
-        mix(key, index) if isinstance(index, int) else derive_seed(key, index)
-    )
-
-
 def _zeros_like(sample: Any) -> Any:
-    """Return a sample of the same structure whose arrays and tensors hold zeros; None for None."""
+    """Return a sample of the same structure whose arrays and tensors hold zeros."""
 
     def zeros(leaf: Any, _: str) -> Any:
         if isinstance(leaf, np.ndarray | np.generic):
@@ -432,55 +425,3 @@ def _stack_tensors(samples: Sequence[Any], path: str) -> Any:
     ):
         return paddle.stack(list(samples))
     return stack([as_array(sample) for sample in samples], path)
-
-
-def collate_skipping(
-    samples: Sequence[Any],
-    failed: dict[int, str],
-    collate: Callable[[list[Any]], Any],
-    placeholder: Any,
-) -> Any:
-    """Return a batch of samples; another sample replaces each one that cannot be read or collated.
-
-    Args:
-        samples: One for each row; those of rows in `failed` are not used.
-        failed: Row -> why its sample could not be read. Rows whose samples cannot be collated alone are added.
-        collate: Makes a batch of a list of samples.
-        placeholder: Replaces the samples if none of the batch can be read; None: there is none.
-
-    Raises:
-        ValueError: No sample can be read; or samples that can each be collated alone do not fit together, which is an
-            error of the data or of the collate function that skipping would hide.
-    """
-
-    def filled() -> list[Any]:
-        readable = [row for row in range(len(samples)) if row not in failed]
-        other = samples[readable[0]] if readable else placeholder
-        if other is None:
-            reason = next(iter(failed.values()))
-            raise ValueError(
-                f"{reason}; and no sample was read yet that could replace it"
-            ) from None
-        return [
-            other if row in failed else one for row, one in enumerate(samples)
-        ]
-
-    rows = filled()
-    try:
-        return collate(rows)
-    except Exception as error:
-        # The error is not kept: its frames hold the iterator, which would not end.
-        reason = described(error).removeprefix("ValueError: ").rstrip(".")
-    num_failed = len(failed)
-    for row, sample in enumerate(samples):
-        if row not in failed:
-            try:
-                collate([sample])
-            except Exception as error:
-                failed[row] = described(error)
-    if len(failed) > num_failed:
-        return collate(filled())
-    raise ValueError(
-        f"{reason}. Each sample can be collated alone, but they do not fit together. on_error='skip' skips samples "
-        "that raise; rows that differ in shape or fields are an error. Mend them in the data set or in the collate_fn."
-    )

@@ -44,10 +44,11 @@ class Reading:
         self,
         dataloader: paddle.io.DataLoader,
         how: HowToRead,
+        *,
         worker_timeout: float,
-        stream: StreamOrder | None = None,
-        even: Even | None = None,
-        readers: Readers | None = None,
+        stream: StreamOrder | None,
+        even: Even | None,
+        readers: Readers | None,
     ) -> None:
         """Copy the settings; the user's object is never changed.
 
@@ -55,9 +56,9 @@ class Reading:
             dataloader: The user's DataLoader, perhaps of a subclass.
             how: What a reader must know of the loader.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
-            stream: Its order, if the data is a stream.
+            stream: The order of a stream; None: the data has an index.
             even: Pads the rows of several parts of a stream to one length; None: they must be alike.
-            readers: What takes the place of worker processes.
+            readers: What takes the place of worker processes; None: nothing.
         """
         self._how = how
         self._stream = stream

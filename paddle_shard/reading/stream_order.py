@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from typing import Any, ClassVar
 
@@ -107,28 +105,25 @@ class StreamOrder(Batches):
         opening = replace(
             self.opening(start), skip=start.samples // self.plan.num_parts
         )
-        request = partial(
-            ChunkRequest,
+        request = ChunkRequest(
             iterator_number=next(_numbers),
+            opening=opening,
             step=start.steps,
+            first_step=start.steps,
             plan=self.plan,
             compared=compared,
         )
         if self.whole_items:
-            return self._requests_in_turns(start, opening, request)
-        request = partial(
-            request, first_step=start.steps, repeat=self.plan.repeats
-        )
+            return self._requests_in_turns(start, request)
         return [
-            request(opening=replace(opening, parts=parts))
+            request._replace(
+                opening=replace(opening, parts=parts), repeat=self.plan.repeats
+            )
             for parts in self.chunks
         ]
 
     def _requests_in_turns(
-        self,
-        start: LoaderState,
-        opening: Opening,
-        request: Callable[..., ChunkRequest],
+        self, start: LoaderState, request: ChunkRequest
     ) -> list[ChunkRequest]:
         """Return the first request to each reader if items are whole batches, which the readers read in turns."""
         num_readers = max(1, self.num_workers)
@@ -136,8 +131,7 @@ class StreamOrder(Batches):
         library_state = (
             None if local is None or self.plan.repeats else local["library"]
         )
-        request = partial(
-            request,
+        request = request._replace(
             stride=num_readers,
             whole_items=True,
             # A stream that all ranks read alike was repeated before it was cut.
@@ -147,15 +141,14 @@ class StreamOrder(Batches):
         requests = []
         for step in range(start.steps, start.steps + num_readers):
             parts, num_parts = self._turn(step % num_readers, num_readers)
-            skip = step // num_readers if library_state is None else 0
             turn = replace(
-                opening,
+                request.opening,
                 parts=parts,
                 num_parts=num_parts,
-                skip=skip,
+                skip=step // num_readers if library_state is None else 0,
                 state=library_state,
             )
-            requests.append(request(opening=turn, first_step=step))
+            requests.append(request._replace(opening=turn, first_step=step))
         return requests
 
     def _turn(

@@ -113,11 +113,7 @@ class WorkerPool:
             reads_all=reads_all,
             num_ahead=self.num_ahead,
         )
-        self.worker_timeout = (
-            min(worker_timeout, settings.timeout)
-            if settings.timeout > 0
-            else worker_timeout
-        )
+        self.worker_timeout = min(worker_timeout, settings.timeout or math.inf)
         self.interrupted = False
         self._process = os.getpid()
         _pools.add(self)
@@ -205,9 +201,8 @@ class WorkerPool:
 
     def leave_to_the_parent(self) -> None:
         """Forget the workers in a forked child: they are the parent's, and only the parent may hold their channels."""
-        self.let_go()
         self._workers = []
-        self._channels = []
+        self.shut_down()
 
     def receive(self, number: int) -> Any:
         """Return the next answer of a worker, or why it cannot be read.

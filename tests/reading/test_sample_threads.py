@@ -177,15 +177,6 @@ def test_threads_do_not_keep_a_fork_waiting():
     assert time.perf_counter() - start < 4
 
 
-def test_threads_are_advised_where_reads_wait(caplog, monkeypatch):
-    monkeypatch.setattr("paddle_shard.core.warn_once._WARNED", set())
-    data = Made(lambda index: time.sleep(0.01) or np.array(index), 8)
-    locals_of(sharded(DataLoader(data, batch_size=4), ONE))
-    (record,) = caplog.records
-    assert "reading a sample of Made takes " in record.getMessage()
-    assert "readers=paddle_shard.Threads(16)" in record.getMessage()
-
-
 @pytest.mark.parametrize("readers", [16, Threads])
 def test_threads_argument(readers):
     with pytest.raises(
