@@ -277,9 +277,13 @@ def after_a_failure(how, victim):
 def before_a_loader(how, victim):
     """Report what the others raise in their first loop, of which one ends before it makes a loader."""
     if how == "stop" and dist.get_rank() == 0:
+        # the victim needs this rank's store until it has joined
+        while not (FOLDER / "joined").exists():
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGSTOP)
     if dist.get_rank() == victim:
         if how in ("import", "stop"):
+            (FOLDER / "joined").touch()
             time.sleep(float(how == "stop"))
             import there_is_no_such_module  # noqa: F401
         if how == "stream":
