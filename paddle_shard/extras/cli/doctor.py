@@ -71,14 +71,14 @@ def doctor(options: argparse.Namespace) -> Answer:
         {"what": name, "value": value}
         for name, value in {**machine, **group}.items()
     ]
-    found = [f"HAZARD: {what}. {fix}." for what, fix in hazards]
+    lines = [f"HAZARD: {what}. {fix}." for what, fix in hazards]
     return Answer(
         values={
             "machine": machine,
             "group": group,
             "hazards": [hazard._asdict() for hazard in hazards],
         },
-        text=[table, *(found or ["no hazard was found"])],
+        text=[table, *(lines or ["no hazard was found"])],
         failed=bool(hazards),
     )
 
